@@ -13,7 +13,7 @@ QUICK := $(addprefix tests/,wire states datapath rendezvous/links failover rnic)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example quick test where test-compiled pythons prometheus programs wheels interop conform conform-mutants lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
+.PHONY: help demo example quick test test-long where test-compiled pythons prometheus programs wheels interop conform conform-mutants lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
     ready-bench ready-cli ready-dev ready-docs ready-browser
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make quick      the tests of protocol and data path, without processes: under a minute'
 	@echo 'make test       all tests but benchmarks and long ones: six minutes on an idle machine with two cores'
+	@echo 'make test-long  the long versions of tests: thousands of connections, a soak, suites of other projects'
 	@echo 'make where      names the tests of a module: make where trio_smc/rnic/pump.py'
 	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too; --debian SUITE'
 	@echo 'make prometheus a real Prometheus scrapes the exporter, and promtool checks the examples'
@@ -69,6 +70,10 @@ quick: ready-docs
 
 test: ready-docs
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# The pages are tested by `make docs-check`, and by `.ci/run` as a newcomer follows them.
+test-long: ready-docs
+	@$(BIN)/python -m pytest -n $(JOBS) --full -m full --ignore=tests/docs $(ARGS)
 
 # `make where FILE` as well: what follows `where` is a module and not a goal.
 MODULES := $(if $(filter where,$(firstword $(MAKECMDGOALS))),$(wordlist 2,99,$(MAKECMDGOALS)))

@@ -128,9 +128,6 @@ def copies(names: list[str]) -> Iterator[dict[str, Path]]:
                 if source.count(edit.now) != 1:
                     raise ValueError(f"{name}: {edit.now!r} is not once in {edit.file}")
                 path.write_text(source.replace(edit.now, edit.then))
-            # As installed: a process that compiles modules frees large blocks, and then the heap
-            # keeps more (`trio_smc.host.heap`).
-            compileall.compile_dir(tree, quiet=1)
             found[name] = tree
         yield found
 
@@ -165,6 +162,10 @@ def main() -> int:
     start, load = time.monotonic(), round(os.getloadavg()[0], 2)
     runs = []
     with copies(names) as trees:
+        for tree in trees.values():
+            # As installed: a process that compiles modules frees large blocks, and then the heap
+            # keeps more (`trio_smc.host.heap`).
+            compileall.compile_dir(tree, quiet=1)
         transports: dict[str, Path | None] = {_BASE: None, **trees}
         for _ in range(arguments.runs):
             try:

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         packages.append(f"python3.{sys.version_info.minor}-venv")
     if packages and not _install_debian(packages):
         return FAILED
-    return 0 if ready else _install_python(extra)
+    return 0 if ready else install_python(extra)
 
 
 def _stamp(extra: str) -> Path:
@@ -75,7 +75,9 @@ def _install_debian(packages: list[str]) -> bool:
     print("installing " + " ".join(packages), flush=True)
     prefix = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive"]
     install = [*prefix, *line, *WAITING]
-    if _quiet(install) or (_quiet([*prefix, "apt-get", "update", "-q"]) and _quiet(install)):
+    if run_quietly(install) or (
+        run_quietly([*prefix, "apt-get", "update", "-q"]) and run_quietly(install)
+    ):
         return True
     _complain("that failed; please run\n    sudo " + " ".join(line))
     return False
@@ -84,12 +86,12 @@ def _install_debian(packages: list[str]) -> bool:
 def _as_root() -> list[str] | None:
     if os.geteuid() == 0:
         return []
-    if shutil.which("sudo") and _quiet(["sudo", "-n", "true"]):
+    if shutil.which("sudo") and run_quietly(["sudo", "-n", "true"]):
         return ["sudo", "-n"]
     return None
 
 
-def _install_python(extra: str) -> int:
+def install_python(extra: str) -> int:
     print(f"setting up .venv ({extra}); this happens once", flush=True)
     for stale in VENV.glob(".ready-*"):
         stale.unlink()
@@ -98,13 +100,13 @@ def _install_python(extra: str) -> int:
         create.remove("--upgrade")
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
     for command in (create, [*pip, "-q", "-e", f"{ROOT}[{extra}]"]):
-        if not _quiet(command):
+        if not run_quietly(command):
             return _complain("failed: " + " ".join(command))
     _stamp(extra).touch()
     return 0
 
 
-def _quiet(command: list[str]) -> bool:
+def run_quietly(command: list[str]) -> bool:
     """Run a command, and show its output only if it fails. Return True if it worked."""
     done = subprocess.run(
         command,

@@ -15,21 +15,23 @@ or a page. A place without an entry has the count 0. `make lint` runs the compar
 | verbs | functions that are named by a verb of speech or of the body, such as "tell" or "rouse" |
 | variables | assignments of variables, and parameters, that are named so |
 | titles | tests whose names contain "what" or "stranger" |
-| private | uses of a private name of another class or module, in a test file, or an import of it |
+| private | uses and imports of a private name of another class or module, in a test file |
 
-All text files count except pictures, measurements and licences. "nobody" as the name of a user
-does not count.
+A test file includes the programs that it holds as strings. All text files count except pictures,
+measurements and licences. "nobody" as the name of a user does not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import io
 import json
 import re
 import subprocess
 import sys
+import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -53,9 +55,9 @@ _USER = re.compile(r"\bNOBODY\b|([\"'`])nobody\1|\w*(is|of|as)_nobody\b")
 _OPENINGS = re.compile(r"(Whether|What|Who)\b")
 _PRONOUNS = re.compile(r"#\s*its?\b", re.IGNORECASE)
 _PRIVATE = re.compile(r"_[A-Za-z]")
-_SETTERS = {"getattr", "setattr", "delattr", "hasattr"}
-# Public names that begin with an underscore: of named tuples, `ctypes`, `os` and `sys`.
-_PUBLIC = {"_asdict", "_exit", "_fields", "_make", "_replace"}
+_SETTERS = {"getattr", "setattr", "delattr", "hasattr", "attrgetter"}
+# Documented names that begin with an underscore: of named tuples, `ctypes`, `os` and `sys`.
+_PUBLIC = {"_asdict", "_exit", "_fields", "_is_gil_enabled", "_make", "_replace"}
 _SPEECH = {"tell", "tells", "told", "say", "says", "said", "hear", "hears", "heard", "ask", "asks"}
 _BODY = {"stir", "stirs", "rouse", "rouses", "quieten", "doze", "dozes", "hang"}
 _VERBS = _SPEECH | _BODY | {"asked", "asking", "saying", "telling", "hearing"}
@@ -127,20 +129,31 @@ def _private(node: ast.AST, own: frozenset[str]) -> Iterator[int]:
     """The lines that use a private name, but for ``own``, those of the classes around them."""
     if isinstance(node, ast.ClassDef):
         own |= set(_defined_in(node))
-    elif isinstance(node, ast.Attribute):
-        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        if not is_own and _is_private(node.attr, own):
+    for path in _names_used(node):
+        if any(_is_private(name, own) for name in path.split(".")):
+            yield node.lineno  # type: ignore[attr-defined]
+    if isinstance(node, ast.Constant):
+        for _ in _private(_program_in(node.value), frozenset()):
             yield node.lineno
-    elif isinstance(node, ast.Call):
-        name = _attribute_named_by(node)
-        if name is not None and _is_private(name, own):
-            yield node.lineno
-    elif isinstance(node, ast.ImportFrom):
-        for alias in node.names:
-            if _is_private(alias.name, own) and not _is_module(node.module, alias.name):
-                yield node.lineno
     for child in ast.iter_child_nodes(node):
         yield from _private(child, own)
+
+
+def _names_used(node: ast.AST) -> Iterator[str]:
+    """The names, or paths of names, that a node uses of other objects and modules."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self" | "cls")):
+            pass
+        case ast.Attribute(attr=name):
+            yield name
+        case ast.Subscript(
+            value=ast.Call(func=ast.Name(id="vars")), slice=ast.Constant(value=str(name))
+        ):
+            yield name
+        case ast.Call():
+            yield from filter(None, [_attribute_named_by(node)])
+        case ast.ImportFrom(module=package, names=names):
+            yield from (each.name for each in names if not _is_module(package, each.name))
 
 
 def _is_private(name: str, own: frozenset[str]) -> bool:
@@ -148,15 +161,28 @@ def _is_private(name: str, own: frozenset[str]) -> bool:
 
 
 def _attribute_named_by(call: ast.Call) -> str | None:
-    """The attribute named by ``setattr(x, "_y", z)`` or ``monkeypatch.setattr("x._y", z)``."""
+    """The attribute named by ``setattr(x, "_y", z)`` or ``monkeypatch.setattr("x._y", z)``, or the
+    path of ``attrgetter("_x.y")``."""
     function = call.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if name not in _SETTERS or not call.args:
         return None
+    if name == "attrgetter":
+        match call.args[0]:
+            case ast.Constant(value=str(path)):
+                return path
     for argument in call.args[:2]:
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
             return argument.value.rpartition(".")[2]
     return None
+
+
+def _program_in(value: object) -> ast.Module:
+    """The program in a string; an empty one if there is none.  A line of prose is no program."""
+    if isinstance(value, str) and re.search(r"^\s*(import|from) \w", value, re.MULTILINE):
+        with contextlib.suppress(SyntaxError):
+            return ast.parse(textwrap.dedent(value))
+    return ast.Module(body=[], type_ignores=[])
 
 
 def _is_module(package: str | None, name: str) -> bool:

@@ -1,20 +1,25 @@
 """The map of the package: CONTRIBUTING.md's table of rooms and docs/figures/rooms.svg.
 
-    python -m scripts.rooms [--check]
+    python -m scripts.rooms [--check | --lines COMMIT]
 
 The floors are those of the import contracts in pyproject.toml, which `make lint` checks; the
 description of a room is the first line of its docstring.  ``--check`` writes nothing; its exit code
-is 1 if the table or the drawing is out of date.
+is 1 if the table or the drawing is out of date.  ``--lines`` prints how many lines of code each
+room has in COMMIT and in HEAD: lines that are neither blank nor only comments or docstrings.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import subprocess
 import sys
+import tarfile
 import textwrap
+import tokenize
 import tomllib
+from collections import Counter
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -125,11 +130,57 @@ def page(text: str, made: str) -> str:
     return f"{before}{BEGIN}{made}{END}{after}"
 
 
+_NO_CODE = frozenset(
+    {
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+)  # fmt: skip
+
+
+def code_lines(text: str) -> int:
+    """Lines of Python code that are neither blank nor only comments or docstrings."""
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in _NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for each in node.body:
+                match each:
+                    case ast.Expr(value=ast.Constant(value=str())):
+                        lines -= {*range(each.lineno, (each.end_lineno or each.lineno) + 1)}
+    return len(lines)
+
+
+def lines_of_rooms(commit: str) -> Counter[str]:
+    """The lines of code of each room in a commit."""
+    archive = subprocess.run(
+        ["git", "archive", commit, PACKAGE], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    ).stdout
+    found: Counter[str] = Counter()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        for each in files:
+            file = files.extractfile(each)
+            if file is not None and each.name.endswith(".py"):
+                found[each.name.split("/")[1]] += code_lines(file.read().decode())
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m scripts.rooms", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    parser.add_argument("--lines", metavar="COMMIT", help="print the lines of code of each room")
     options = parser.parse_args(arguments)
+    if options.lines is not None:
+        before, now = lines_of_rooms(options.lines), lines_of_rooms("HEAD")
+        for room in sorted(before | now):
+            print(f"{room:<12} {before[room]:>7,} {now[room]:>7,}")
+        print(f"{'all':<12} {before.total():>7,} {now.total():>7,}")
+        return 0
     house = read((ROOT / "pyproject.toml").read_text())
     made = {PAGE: page(PAGE.read_text(), table(house)), FIGURE: drawing(house)}
     stale = [path for path, text in made.items() if path.read_text() != text]

@@ -199,7 +199,7 @@ class Soak:
                 each.process.send_signal(signal.SIGCONT)
                 await each.send_command("stop")
             # Stop none while another process may still begin a conversation with it.
-            await self._until(
+            await self.wait_until(
                 lambda: all(each.left is not None or each.ended for each in living), _ENDS_WITHIN
             )
             for each in living:
@@ -210,7 +210,7 @@ class Soak:
                     each.process.kill()
 
     async def _ended(self, each: Watched) -> None:
-        await self._until(lambda: each.ended, _ENDS_WITHIN)
+        await self.wait_until(lambda: each.ended, _ENDS_WITHIN)
 
     async def _open(self, role: str, nursery: trio.Nursery, faults: float = 0.0) -> Watched:
         self._ids += 1
@@ -229,7 +229,10 @@ class Soak:
             )  # fmt: skip
         each = self.processes[number] = Watched(role, number, process, errors)
         nursery.start_soon(self._listen, each)
-        if not await self._until(lambda: each.ready or each.ended, _STARTS_WITHIN) or each.ended:
+        if (
+            not await self.wait_until(lambda: each.ready or each.ended, _STARTS_WITHIN)
+            or each.ended
+        ):
             raise RuntimeError(f"{role} did not start: {errors.read_text()}")
         return each
 
@@ -239,20 +242,20 @@ class Soak:
     async def _listen(self, each: Watched) -> None:
         async for event in each.events():
             getattr(self, "on_" + event.pop("event"))(each, **event)
-            self._wake_all()
+            self.wake_all()
         code = await each.process.wait()
         each.ended = True
         if each.left is None and not each.killed:
             text = each.errors.read_text(errors="replace")
             self._problem(f"{each.role} {each.id} ended by itself, exit code {code}: {text}")
-        self._wake_all()
+        self.wake_all()
 
-    def _wake_all(self) -> None:
-        """Let all tasks in `_until` check their conditions; several may wait at once."""
+    def wake_all(self) -> None:
+        """Let all tasks in `wait_until` check their conditions; several may wait at once."""
         changed, self._changed = self._changed, trio.Event()
         changed.set()
 
-    async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+    async def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         with trio.move_on_after(seconds):
             while not condition():
                 await self._changed.wait()
@@ -298,7 +301,7 @@ class Soak:
             await self._connect(each, other)
         await self._connect(others[-1], each)
         before = sum(self.seen.whole.values())
-        await self._until(lambda: sum(self.seen.whole.values()) > before + 5, _STARTS_WITHIN)
+        await self.wait_until(lambda: sum(self.seen.whole.values()) > before + 5, _STARTS_WITHIN)
         return each
 
     async def _sample(self, scope: trio.CancelScope) -> None:

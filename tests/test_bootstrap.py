@@ -20,7 +20,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     there = {"apt-get", "sudo"}
     monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
-    monkeypatch.setattr(bootstrap, "_quiet", run)
+    monkeypatch.setattr(bootstrap, "run_quietly", run)
     return ran
 
 
@@ -39,7 +39,7 @@ def test_root_or_sudo_installs_them(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, uid: int, prefix: list[str]
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: uid)
-    monkeypatch.setattr(bootstrap, "_install_python", lambda _extra: 0)
+    monkeypatch.setattr(bootstrap, "install_python", lambda _extra: 0)
     assert bootstrap.main(["dev", "dot", "tshark"]) == 0
     line = [*LINE.split(), *bootstrap.WAITING]
     assert commands[-1] == [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", *line]
@@ -53,7 +53,7 @@ def test_a_failed_installation_is_tried_again_with_new_lists(
         return "update" in command
 
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    monkeypatch.setattr(bootstrap, "_quiet", run)
+    monkeypatch.setattr(bootstrap, "run_quietly", run)
     assert bootstrap.main(["dev", "dot", "tshark"]) == bootstrap.FAILED
     assert [command[-3:-1] for command in commands][1] == ["apt-get", "update"]
     assert len(commands) == 3

@@ -30,7 +30,7 @@ def test_hostile_bytes(seed: int, full: bool) -> None:
 def test_a_broken_decoder_is_noticed_and_its_case_replays(
     broken: object, text: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoders, "_DECODERS", {"broken": broken})
+    monkeypatch.setattr(decoders, "DECODERS", {"broken": broken})
     result = decoders.run(400, seed)
     assert not result.passed
     line = result.failures[0]

@@ -30,6 +30,9 @@ COUNTED = {
         'monkeypatch.setattr(module, "_limit", 1)\n',
         'monkeypatch.setattr("trio_smc.module._limit", 1)\n',
         "from trio_smc.config import _KEYS\n",
+        'ring = attrgetter("peer._ring.armed")(qp)\n',
+        'copy = vars(Receiver)["_copy"]\n',
+        'PROGRAM = """\n    import trio_smc\n    print(stack._core)\n"""\n',
     ],
 }
 CASES = [(kind, text) for kind, texts in COUNTED.items() for text in texts]
@@ -79,6 +82,7 @@ def test_all_text_files_are_listed() -> None:
         "LIMIT = 3\n'The most that a ring holds.'\n",
         'send_as_nobody("nobody", NOBODY)\n',
         "from trio_smc import _api\n",
+        'PROSE = """\nfrom here on\nstack._core is not shown\n"""\n',
         'monkeypatch.setattr(module, "LIMIT", 1)\n',
     ],
 )

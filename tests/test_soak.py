@@ -20,6 +20,7 @@ SECONDS = 15.0
 LEVEL = {"memory": 50 << 20, "descriptors": 100, "memfds": 40, "mappings": 30, "threads": 3}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 async def test_a_short_one(runtime_directory: object, seed: int) -> None:
     lines: list[str] = []
@@ -40,7 +41,7 @@ async def test_two_waiters_are_both_woken() -> None:
     seen: dict[str, bool] = {}
 
     async def wait(name: str) -> None:
-        seen[name] = await one._until(lambda: name in ready, 60.0)
+        seen[name] = await one.wait_until(lambda: name in ready, 60.0)
 
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
@@ -49,7 +50,7 @@ async def test_two_waiters_are_both_woken() -> None:
                 await trio.testing.wait_all_tasks_blocked()
             for name in ("first", "second"):
                 ready.add(name)
-                one._wake_all()
+                one.wake_all()
                 await trio.testing.wait_all_tasks_blocked()
     assert seen == {"first": True, "second": True}
 

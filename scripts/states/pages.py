@@ -86,7 +86,7 @@ def differences(machines: Mapping[str, type[StateChart[Any]]], directory: Path) 
             continue
         wanted, shown = svg_content(flatten(chart)), svg_shows(path.read_text(encoding="utf-8"))
         if wanted != shown:
-            lacks, extra = sorted(wanted - shown), sorted(shown - wanted)
+            lacks, extra = (sorted(each.elements()) for each in (wanted - shown, shown - wanted))
             found.append(f"{name}.svg: lacks {lacks}, shows {extra} in addition")
     known = {*expected, *(f"{name}.svg" for name in machines)}
     if directory.is_dir():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -169,15 +170,20 @@ def dot(table: Table) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def svg_content(table: Table) -> frozenset[str]:
-    """The required contents of the machine's SVG: states, arrows ``a->b`` and lines of text."""
+def svg_content(table: Table) -> Counter[str]:
+    """The required contents of the machine's SVG, each as often as it must be there.
+
+    These are the titles of the machine, of its nodes and of its arrows ``a->b``, and the lines of
+    text: the name of each node, and the lines of each label.
+    """
     drawn = picture(table)
     labels = [label for group in (*drawn.inside.values(), *drawn.arrows.values())
               for label in group]  # fmt: skip
-    nodes = {START, *drawn.inside, *(source for source, _ in drawn.arrows)}
-    arrows = {f"{START}->{drawn.initial}", *(f"{a}->{b}" for a, b in drawn.arrows)}
-    texts = {line for label in labels for line in label.heads + label.actions}
-    return frozenset(nodes | arrows | texts | {drawn.name})
+    named = {*drawn.inside, *(source for source, _ in drawn.arrows)}
+    arrows = (f"{START}->{drawn.initial}", *(f"{a}->{b}" for a, b in drawn.arrows))
+    titles = Counter((drawn.name, START, *named, *arrows))
+    texts = Counter(line for label in labels for line in label.heads + label.actions)
+    return titles + texts + Counter(named)
 
 
 def raise_labels(svg: str) -> str:
@@ -199,18 +205,15 @@ def raise_labels(svg: str) -> str:
     return ET.tostring(root, encoding="unicode") + "\n"
 
 
-def svg_shows(svg: str) -> frozenset[str]:
+def svg_shows(svg: str) -> Counter[str]:
     """The contents of a file written by graphviz, comparable with ``svg_content``.
 
     Positions and curves are omitted, because they depend on graphviz's version.
     """
     root = ET.fromstring(svg)
-    found = set()
-    for tag in ("title", "text"):
-        for element in root.iter(_SVG + tag):
-            text = re.sub(r"\s+", " ", element.text or "").strip()
-            found.add(text)
-    return frozenset(found - {""})
+    elements = [each for tag in ("title", "text") for each in root.iter(_SVG + tag)]
+    shown = (re.sub(r"\s+", " ", each.text or "").strip() for each in elements)
+    return Counter(filter(None, shown))
 
 
 # --- Mermaid ---------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class ReusePort(trio.abc.SocketFactory):
 
 async def test_a_port_shared_with_a_plain_tcp_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the process that accepts a connection answers; the plain process gets no CLC byte."""
-    monkeypatch.setattr(lookup, "_SILENCE_HOLDS", 0.0)
+    monkeypatch.setattr(lookup, "SILENCE_HOLDS", 0.0)
     trio.socket.set_custom_socket_factory(ReusePort())
     # This timeout expires once or twice, and is long enough for handshakes on a busy machine.
     config = Config(receive_buffer=16384, handshake_timeout=0.6)
@@ -125,7 +125,7 @@ async def test_a_port_shared_with_a_plain_tcp_process(monkeypatch: pytest.Monkey
 async def test_a_plain_server_on_an_address_and_a_listener_on_the_wildcard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lookup, "_SILENCE_HOLDS", 0.0)
+    monkeypatch.setattr(lookup, "SILENCE_HOLDS", 0.0)
     trio.socket.set_custom_socket_factory(ReusePort())
     impatient = replace(QUICK, handshake_timeout=SHORT_TIMEOUT)
     async with listening(QUICK, "0.0.0.0") as (stack, listener):

@@ -117,7 +117,7 @@ LASTING_CHILD = """
     # Since Python 3.12, a fork warns if the process has several threads.
     warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
     HOW, LOCKED = sys.argv[1], sys.argv[2] == "locked"
-    server._NAME_INTERVAL = publication._NAME_INTERVAL = 0.05
+    server.NAME_INTERVAL = publication.NAME_INTERVAL = 0.05
     private = Config().private_directory()
     capture = private.parent / "capture"
     ready, go = os.pipe(), os.pipe()

@@ -282,7 +282,7 @@ async def test_out_of_memory(side: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_discovery_has_too_many_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_announcing, "_MOST_OPEN", 0)
+    monkeypatch.setattr(_announcing, "MOST_OPEN", 0)
     assert await fallbacks_between(QUICK, QUICK) == (
         local(Reason.OUT_OF_RESOURCES),
         local(Reason.PEER_NOT_CAPABLE),

@@ -208,7 +208,7 @@ def _again(message: Any, decode: Callable[[bytes], Any], data: bytes) -> bytes:
     return data
 
 
-_DECODERS: dict[str, Callable[[bytes], bytes]] = {
+DECODERS: dict[str, Callable[[bytes], bytes]] = {
     "clc": _clc,
     "clc length": _length,
     "llc": _llc,
@@ -222,7 +222,7 @@ _DECODERS: dict[str, Callable[[bytes], bytes]] = {
 
 def _try(result: Result, case: int) -> None:
     data = piece(result.seed, case)
-    for name, decode in _DECODERS.items():
+    for name, decode in DECODERS.items():
         try:
             again = decode(data)
         except ProtocolError:
@@ -261,7 +261,7 @@ def main() -> int:
         result = run(arguments.cases, seed)
     for line in result.failures[:20]:
         print(line)
-    for name in _DECODERS:
+    for name in DECODERS:
         print(f"{name}: {result.decoded[name]} decoded, {result.refused[name]} refused")
     print(
         f"decoders: {result.cases} cases, seed {result.seed}, {result.seconds:.1f} s,"

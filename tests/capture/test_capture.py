@@ -442,14 +442,14 @@ async def test_a_disk_that_stops_costs_memory_up_to_a_bound(
 ) -> None:
     gate = threading.Event()
     path = tmp_path / "capture.pcapng"
-    original = sinks.FileCapture._write
+    original = sinks.FileCapture.write_blocks
 
     def slow(self: sinks.FileCapture, blocks: list[bytes]) -> None:
         gate.wait(20)
         original(self, blocks)
 
-    monkeypatch.setattr(sinks.FileCapture, "_write", slow)
-    monkeypatch.setattr(sinks, "_MAX_QUEUED", 3000)
+    monkeypatch.setattr(sinks.FileCapture, "write_blocks", slow)
+    monkeypatch.setattr(sinks, "MAX_QUEUED", 3000)
     async with echo_port() as port, trio_smc.open_stack(smc_config()) as stack:
         capture = sinks.FileCapture(stack, path)
         try:
@@ -471,7 +471,7 @@ async def test_a_disk_that_hangs_delays_no_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr(sinks.FileCapture, "_write", lambda self, blocks: gate.wait(20))
+    monkeypatch.setattr(sinks.FileCapture, "write_blocks", lambda self, blocks: gate.wait(20))
     path = tmp_path / "capture.pcapng"
     try:
         with trio.fail_after(PATIENCE):

@@ -194,7 +194,7 @@ import sys
 from trio_smc.tools.commands import ladder
 from trio_smc.tools.output import ToolError
 try:
-    ladder._write("<svg/>", sys.argv[1])
+    ladder.write("<svg/>", sys.argv[1])
 except ToolError as error:
     sys.exit([print(error, file=sys.stderr), 2][1])
 """,

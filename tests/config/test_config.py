@@ -363,8 +363,8 @@ def test_no_field_accepts_values_outside_its_range(field: str) -> None:
 @pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Config)])
 def test_each_field_has_a_range(field: str) -> None:
     """With a new field without a range no `Config` can be made."""
-    assert field in config_module._CHECKS
-    assert set(config_module._CHECKS) == {each.name for each in dataclasses.fields(Config)}
+    assert field in config_module.CHECKS
+    assert set(config_module.CHECKS) == {each.name for each in dataclasses.fields(Config)}
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,6 @@ async def main(program: str, first: str, last: str, *rest: str) -> None:
 
 if __name__ == "__main__":
     if "BEFORE_6_3" in os.environ:
-        dial._IP_LOCAL_PORT_RANGE = 9999  # ENOPROTOOPT
+        dial.IP_LOCAL_PORT_RANGE = 9999  # ENOPROTOOPT
     program, first, last, *rest = sys.argv[1:]
     trio.run(main, program, first, last, *rest)

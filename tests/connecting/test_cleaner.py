@@ -21,7 +21,7 @@ from trio_smc.rendezvous.discovery import publication
 async def test_removed_sockets_return(everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections between new processes are SMC-R again, even after the loss of the directories."""
     for module in (publication, server):
-        monkeypatch.setattr(module, "_NAME_INTERVAL", 0.05)
+        monkeypatch.setattr(module, "NAME_INTERVAL", 0.05)
     private = Config().private_directory()
     async with trio_smc.open_stack(QUICK) as stack:
         [listener] = await stack.open_listeners(0, host=HOST)

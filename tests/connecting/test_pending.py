@@ -271,8 +271,17 @@ async def clients(port: int, count: int, addresses: int, kind: str) -> AsyncIter
 
 @pytest.mark.usefixtures("runtime_directory")
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["silent", "drip", "proposal"])
-@pytest.mark.parametrize("addresses", [1, 500])
+@pytest.mark.parametrize(
+    ("addresses", "kind"),
+    [
+        (1, "silent"),
+        (500, "drip"),
+        (1, "proposal"),
+        pytest.param(500, "silent", marks=pytest.mark.full),
+        pytest.param(1, "drip", marks=pytest.mark.full),
+        pytest.param(500, "proposal", marks=pytest.mark.full),
+    ],
+)
 async def test_stalled_clients_do_not_keep_good_clients_out(
     monkeypatch: pytest.MonkeyPatch, addresses: int, kind: str
 ) -> None:

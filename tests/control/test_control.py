@@ -26,7 +26,7 @@ from trio_smc import Config, ProtocolError, Stack
 from trio_smc.capture import sinks
 from trio_smc.control import protocol as control
 from trio_smc.control.server import RunReport
-from trio_smc.tools.client import _KEYS, SHAPES, Snapshot, check_untrusted, take_snapshots
+from trio_smc.tools.client import KEYS, SHAPES, Snapshot, check_untrusted, take_snapshots
 from trio_smc.tools.output import ToolError
 
 GOOD = control.encode({"want": ["statistics"]})
@@ -202,7 +202,7 @@ async def test_captures_use_at_most_half_of_the_slots() -> None:
 
 
 async def test_a_capture_that_no_client_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "_STALLED", 0.2)
+    monkeypatch.setattr(sinks, "STALLED", 0.2)
     async with (
         open_stack_with_control() as (_, path),
         await trio.open_unix_socket(str(path)) as idle,
@@ -234,7 +234,7 @@ async def test_damaged_requests_affect_only_their_client(rng: random.Random) -> 
 async def test_silent_clients_do_not_block_others_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trio_smc.control.server._CLIENT_TIMEOUT", 0.5)
+    monkeypatch.setattr("trio_smc.control.server.CLIENT_TIMEOUT", 0.5)
     async with open_stack_with_control() as (_, path), contextlib.AsyncExitStack() as clients:
         for _ in range(12):
             await clients.enter_async_context(await trio.open_unix_socket(str(path)))
@@ -260,7 +260,7 @@ async def test_a_defect_affects_one_answer(
 async def test_a_failed_accept_is_logged_unless_the_client_has_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trio_smc.control.server._CAPACITY_PAUSE", 0.01)
+    monkeypatch.setattr("trio_smc.control.server.CAPACITY_PAUSE", 0.01)
     errors = [errno.ECONNABORTED, errno.EMFILE]
     accept = socket.socket.accept
 
@@ -415,7 +415,7 @@ def damage(value: Any, rng: random.Random) -> Any:
     """Return a copy of the value with one wrong or missing part."""
     if isinstance(value, dict) and value:
         name = rng.choice(sorted(value))
-        if name in _KEYS and rng.random() < 0.5:
+        if name in KEYS and rng.random() < 0.5:
             return {key: inner for key, inner in value.items() if key != name}
         return value | {name: damage(value[name], rng)}
     if isinstance(value, list) and value and rng.random() < 0.8:

@@ -237,6 +237,14 @@ def test_links_to_files_lead_somewhere(name: str) -> None:
     assert lost == []
 
 
+def test_lines_of_code_are_counted_without_prose() -> None:
+    text = (
+        '"""A module.\n\nMore of it.\n"""\n\n# A comment.\nimport ast  # another\n\nLIMIT = 3\n'
+        '"""The limit."""\n\ndef f() -> str:\n    """No code."""\n    return """a\n\nb"""\n'
+    )
+    assert rooms.code_lines(text) == 6
+
+
 def test_the_map_of_the_rooms_is_that_of_the_import_rules() -> None:
     assert rooms.main(["--check"]) == 0, "make rooms"
 

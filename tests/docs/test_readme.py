@@ -24,6 +24,7 @@ def ports() -> Iterator[dict[str, str]]:
         yield {"7000": str(one), "8000": str(two)}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)  # a dozen processes, each of which starts Python
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 async def test_the_steps_of_a_page(page: Path, tmp_path: Path, ports: dict[str, str]) -> None:

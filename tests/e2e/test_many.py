@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.e2e.many import check_nothing_left, echo_at_once, open_and_close
+
+pytestmark = pytest.mark.full
 
 CONNECTIONS = 1000
 CONSTANT = 32

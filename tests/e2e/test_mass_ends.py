@@ -29,17 +29,17 @@ def cost_of(case: str, count: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("case", "count"),
     [
-        ("first-contacts", 450),
-        ("handshakes", 450),
-        ("killed", 400),
-        ("left", 400),
-        ("stopped", 200),
-        ("silent", 200),
         ("closed", 1000),
-        ("idle", 200),
         ("port", 200),
         ("move", 1000),
-        ("leave", 400),
+        pytest.param("first-contacts", 450, marks=pytest.mark.full),
+        pytest.param("handshakes", 450, marks=pytest.mark.full),
+        pytest.param("killed", 400, marks=pytest.mark.full),
+        pytest.param("left", 400, marks=pytest.mark.full),
+        pytest.param("stopped", 200, marks=pytest.mark.full),
+        pytest.param("silent", 200, marks=pytest.mark.full),
+        pytest.param("idle", 200, marks=pytest.mark.full),
+        pytest.param("leave", 400, marks=pytest.mark.full),
     ],
 )
 def test_the_loop_is_not_held_up(case: str, count: int) -> None:

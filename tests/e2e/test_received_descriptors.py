@@ -42,9 +42,9 @@ DENIAL = messages.not_mine(bytes(8))
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernel refuses descriptors, as from Linux 6.16 on, or takes them."""
     way: str = request.param
-    monkeypatch.setattr(descriptors, "_kernel_refuses", None)
+    monkeypatch.setattr(descriptors, "kernel_refuses", None)
     if way == "dropped":
-        monkeypatch.setattr(descriptors, "_SO_PASSRIGHTS", 0x7FFF)
+        monkeypatch.setattr(descriptors, "SO_PASSRIGHTS", 0x7FFF)
     else:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             if not descriptors.refuse_descriptors(sock):
@@ -350,7 +350,7 @@ async def test_a_link_without_memory_for_the_peers_is_added_later(
     runtime_directory: Path, monkeypatch: pytest.MonkeyPatch, limited: int
 ) -> None:
     """Until then no connection is moved to it, where its writes would wait."""
-    monkeypatch.setattr(link_demand, "_FIRST_RETRY", 0.5)
+    monkeypatch.setattr(link_demand, "FIRST_RETRY", 0.5)
     config = replace(QUICK, directory=runtime_directory / "d")
     rnics = tuple(SoftRnic(f"soft{number}") for number in range(4))
     lack = Lack(monkeypatch, rnics[limited], rings=False)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.e2e.stop_kill import stop_and_kill
 
 
+@pytest.mark.full
 async def test_twenty_rounds(seed: int) -> None:
     outcome = await stop_and_kill(20, seed)
     assert len(outcome.killed) + outcome.early == 20

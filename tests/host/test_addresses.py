@@ -19,9 +19,9 @@ LOOPBACK = Prefix(network=bytes((127, 0, 0, 0)), length=8)
 LOOPBACK6 = Prefix(network=bytes(15) + b"\x01", length=128)
 
 
-def owned(interface: int, address: str, network: str) -> prefixes._OwnAddress:
+def owned(interface: int, address: str, network: str) -> prefixes.OwnAddress:
     whole = ipaddress.ip_network(network)
-    return prefixes._OwnAddress(
+    return prefixes.OwnAddress(
         interface=interface,
         address=address,
         prefix=Prefix(network=whole.network_address.packed, length=whole.prefixlen),
@@ -41,8 +41,8 @@ def example_host(monkeypatch: pytest.MonkeyPatch) -> None:
         owned(2, "2001:db8:1::7", "2001:db8:1::/56"),
         owned(3, "2001:db8:2::7", "2001:db8:2::/64"),
     ]
-    monkeypatch.setattr(prefixes, "_addresses", lambda: addresses)
-    monkeypatch.setattr(prefixes, "_probe_own", lambda address: None)
+    monkeypatch.setattr(prefixes, "own_addresses", lambda: addresses)
+    monkeypatch.setattr(prefixes, "probe_own", lambda address: None)
 
 
 def own_ipv6() -> list[tuple[str, int]]:
@@ -163,7 +163,7 @@ def test_two_sockets_find_out_if_an_address_is_local(monkeypatch: pytest.MonkeyP
     def dump() -> None:
         raise AssertionError("no dump is needed")
 
-    monkeypatch.setattr(prefixes, "_addresses", dump)
+    monkeypatch.setattr(prefixes, "own_addresses", dump)
     for address, _ in own_ipv6():
         if not ipaddress.ip_address(address).is_link_local:
             assert prefixes.is_same_host("127.0.0.1", address)
@@ -235,5 +235,5 @@ def test_without_netlink_there_are_no_networks(monkeypatch: pytest.MonkeyPatch) 
     def refuse(protocol: int) -> socket.socket:
         raise PermissionError("no netlink here")
 
-    monkeypatch.setattr(netlink, "_open_socket", refuse)
+    monkeypatch.setattr(netlink, "open_socket", refuse)
     without_networks()

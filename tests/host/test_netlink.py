@@ -26,8 +26,8 @@ class Kernel:
         self.answer: bytes | None = b"\1\2"
         self.subscribers = 0
         self.ours: socket.socket | None = None
-        monkeypatch.setattr(netlink, "_query_or_warn", self._query)
-        monkeypatch.setattr(netlink, "_subscribe", self._subscribe)
+        monkeypatch.setattr(netlink, "query_or_warn", self._query)
+        monkeypatch.setattr(netlink, "subscribe", self._subscribe)
 
     def _query(self, request: Request) -> list[Message] | None:
         self.queries += 1
@@ -138,7 +138,7 @@ def test_a_change_during_a_query(kernel: Kernel) -> None:
 
 
 def test_not_more_than_so_many(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(netlink, "_MAX_ANSWERS", 3)
+    monkeypatch.setattr(netlink, "MAX_ANSWERS", 3)
     with closing(AnswerCache()) as memory:
         memory.open()
         for number in range(10):
@@ -152,7 +152,7 @@ def test_a_kernel_that_reports_nothing(kernel: Kernel, monkeypatch: pytest.Monke
     def refuse() -> socket.socket:
         raise PermissionError
 
-    monkeypatch.setattr(netlink, "_subscribe", refuse)
+    monkeypatch.setattr(netlink, "subscribe", refuse)
     with closing(AnswerCache()) as memory:
         memory.open()
         double()
@@ -223,7 +223,7 @@ ADDRESSES = Request(22, bytes(8), 8, dump=True)
 
 def use(monkeypatch: pytest.MonkeyPatch, *sockets: FakeSocket) -> None:
     left = list(sockets)
-    monkeypatch.setattr(netlink, "_open_socket", lambda protocol: left.pop(0))
+    monkeypatch.setattr(netlink, "open_socket", lambda protocol: left.pop(0))
 
 
 def dumped(*numbers: int, flags: int = 2) -> bytes:

@@ -16,7 +16,7 @@ import trio_smc
 from tests.rnic.memory_rnic import Fabric, MemoryRnic
 from tests.rnic.port_world import GIDS, HOST, NAMED, V1, V2, FakePort, World, entry, prefix
 from trio_smc import Config, FallbackReason
-from trio_smc.connecting.accept import _admit
+from trio_smc.connecting.accept import admit_proposal
 from trio_smc.host import netlink, pnet
 from trio_smc.host.pnet import Interface, PortGid, choose_gids, parse_table, same_network
 from trio_smc.rendezvous.terms import VERSION_1
@@ -384,7 +384,7 @@ def test_the_network_of_a_proposal(subnet: str, length: int, expected: bool) -> 
         ipv4_subnet=ipaddress.IPv4Address(subnet).packed, ipv4_mask_length=length,
     )  # fmt: skip
     rnic = MemoryRnic(Fabric(), kind="roce")
-    admitted = _admit(proposal, Route(rnic, "192.0.2.1"), None)
+    admitted = admit_proposal(proposal, Route(rnic, "192.0.2.1"), None)
     assert admitted == ((rnic, VERSION_1) if expected else FallbackReason.PREFIX_MISMATCH)
 
 

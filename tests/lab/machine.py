@@ -22,7 +22,6 @@ stop the other one's: QEMU's wires lose nothing, they keep packets until they ar
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shlex
@@ -160,10 +159,9 @@ def _boot(guests: Sequence[_Guest], console: _Console, *, wired: bool) -> None:
 @contextlib.contextmanager
 def _lab(name: str, kernel_name: str = setup.DEFAULT) -> Iterator[tuple[Path, Path, _Console]]:
     """The kernel, a directory for this run, and its console; one run at a time on this host."""
-    kernel = setup.make(kernel_name)
     ARTEFACTS.mkdir(parents=True, exist_ok=True)
-    with open(setup.cache_directory() / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with setup.locked():
+        kernel = setup.make(kernel_name)
         # Not under pytest's directories: paths of Unix sockets end at 107 bytes.
         with (
             tempfile.TemporaryDirectory(prefix="lab-") as place,

@@ -24,6 +24,8 @@ in version 2.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import lzma
 import os
@@ -36,7 +38,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["DEFAULT", "KERNELS", "LabError", "cache_directory", "make", "relax"]
+__all__ = ["DEFAULT", "KERNELS", "LabError", "cache_directory", "locked", "make", "relax"]
 
 
 class KernelSource(NamedTuple):
@@ -110,8 +112,18 @@ def cache_directory() -> Path:
     return Path(base) / "trio-smc-lab"
 
 
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Hold the lab's lock: on this host, one process at a time makes kernels or runs guests."""
+    cache = cache_directory()
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def make(name: str = DEFAULT) -> Path:
-    """Return the directory of a kernel, made now unless it is there.
+    """Return the directory of a kernel, made now unless it is there.  The caller holds the lock.
 
     It has vmlinuz, initrd.gz, lib/modules/VERSION, version, and `PROGRAMS`.
 
@@ -132,7 +144,6 @@ def make(name: str = DEFAULT) -> Path:
     install_packages()
     if stamp.exists() and stamp.read_text() == mark:
         return place
-    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as directory:
         work = Path(directory)
         apt = foreign_apt(cache, source.suites) if source.suites else Apt()
@@ -165,7 +176,6 @@ def make_own(root: Path) -> Path:
     if not (root / "lib" / "modules" / release).exists():
         raise LabError(f"{root} has no lib/modules/{release}")
     cache = cache_directory()
-    cache.mkdir(parents=True, exist_ok=True)
     place = cache / f"kernel-own-{hashlib.sha256(os.fsencode(root)).hexdigest()[:12]}"
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as directory:
         work = Path(directory)
@@ -553,7 +563,8 @@ def log(text: str) -> None:
 
 def main() -> int:
     try:
-        made = make(*sys.argv[1:2])
+        with locked():
+            made = make(*sys.argv[1:2])
     except LabError as problem:
         log(str(problem))
         return 1

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.lab import setup
+from tests.lab import machine, setup
 from tests.lab.setup import Apt, LabError, kernel_release, make_own, relax, switch_loopback
 
 # The least that has those places.
@@ -77,6 +81,31 @@ def test_a_directory_that_is_no_kernel_is_an_error(
         (tmp_path / each).touch()
     with pytest.raises(LabError, match=message):
         make_own(tmp_path)
+
+
+@pytest.mark.parametrize("command", [setup.main, lambda: machine.run_guest("x", "", seconds=1)])
+def test_a_kernel_is_made_under_the_lock(
+    command: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may run guests with the kernel that this one replaces."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["setup"])
+    monkeypatch.setattr(machine, "ARTEFACTS", tmp_path / "artefacts")
+    made = []
+
+    def make(name: str = setup.DEFAULT) -> Path:
+        with (
+            open(setup.cache_directory() / "lock", "w") as lock,
+            pytest.raises(BlockingIOError),
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        made.append(name)
+        raise LabError("no kernel is needed")
+
+    monkeypatch.setattr(setup, "make", make)
+    with contextlib.suppress(LabError):
+        command()
+    assert made == [setup.DEFAULT]
 
 
 class ListsOfApt(Apt):

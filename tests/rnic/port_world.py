@@ -162,7 +162,7 @@ class World:
             (3, "203.0.113.1", "203.0.113.0/24"),
         ]  # fmt: skip
         addresses = [
-            prefixes._OwnAddress(interface=index, address=address, prefix=prefix(network))
+            prefixes.OwnAddress(interface=index, address=address, prefix=prefix(network))
             for index, address, network in owned
         ]
         monkeypatch.setattr(_rnic_life, "present_devices", lambda: made.devices)
@@ -173,7 +173,7 @@ class World:
             StackRnics, "make_port", staticmethod(lambda name, port: made.port(name))
         )
         monkeypatch.setattr(PortWatch, "open", made.watch)
-        monkeypatch.setattr(prefixes, "_addresses", lambda: addresses)
+        monkeypatch.setattr(prefixes, "own_addresses", lambda: addresses)
         monkeypatch.setattr(pnet, "interfaces", lambda: HOST)
         monkeypatch.setattr(pnet, "route_interface", lambda local, remote: NAMED[made.route].index)
         return made

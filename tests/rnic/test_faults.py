@@ -452,10 +452,10 @@ def end_during_next_send(
     if faulty.rnic.sends_packets:
         monkeypatch.setattr(PeerSockets, "send_packet", send_and_end)
         return
-    pack, fence = _ring._pack_slot, words.fence
+    pack, fence = _ring.pack_slot, words.fence
 
     def pack_and_end(*arguments: Any) -> None:
-        monkeypatch.setattr(_ring, "_pack_slot", pack)
+        monkeypatch.setattr(_ring, "pack_slot", pack)
         pack(*arguments)
         end()
 
@@ -465,9 +465,9 @@ def end_during_next_send(
         end()
 
     if before:
-        monkeypatch.setattr(_ring, "_pack_slot", pack_and_end)
+        monkeypatch.setattr(_ring, "pack_slot", pack_and_end)
     else:
-        monkeypatch.setattr(_ring, "_uses_lock", False)  # the ring then calls `fence`
+        monkeypatch.setattr(_ring, "uses_lock", False)  # the ring then calls `fence`
         monkeypatch.setattr(_ring, "fence", fence_and_end)
 
 

@@ -101,9 +101,9 @@ class Ends:
         # A slot is used only after a receive was posted, so two messages need two slots.
         monkeypatch.setattr(ring, "SLOTS", 2)
         monkeypatch.setattr(ring, "Memory", lambda *_, **__: RecordedMemory(self))
-        monkeypatch.setattr(ring, "_pack_slot", self._pack)
-        monkeypatch.setattr(ring, "_unpack_slot", self._unpack)
-        monkeypatch.setattr(ring, "_uses_lock", not variant.native)
+        monkeypatch.setattr(ring, "pack_slot", self._pack)
+        monkeypatch.setattr(ring, "unpack_slot", self._unpack)
+        monkeypatch.setattr(ring, "uses_lock", not variant.native)
         monkeypatch.setattr(ring, "fence_lock", lambda: (lambda _: None, self._fence))
         monkeypatch.setattr(ring, "exchange", self._exchange)
         for module in (ring, device):

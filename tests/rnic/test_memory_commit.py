@@ -48,7 +48,7 @@ def test_the_mode_is_read_each_time(
     text: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "overcommit_memory"
-    monkeypatch.setattr(overcommit, "_MODE", str(place))
+    monkeypatch.setattr(overcommit, "MODE", str(place))
     assert overcommit.commit_is_limited()
     if text is not None:
         place.write_text(text)
@@ -147,7 +147,7 @@ def test_the_mode_is_read_again_only_after_a_while(
     place = tmp_path / "overcommit_memory"
     place.write_text("2\n")
     now = 1000.0
-    monkeypatch.setattr(overcommit, "_MODE", str(place))
+    monkeypatch.setattr(overcommit, "MODE", str(place))
     for name, value in (("_known_until", 0.0), ("_known", False)):
         monkeypatch.setattr(overcommit, name, value)  # restores them at the end
     monkeypatch.setattr("trio_smc.host.overcommit.time.monotonic", lambda: now)

@@ -311,7 +311,7 @@ def test_messages_behind_an_unmapped_region_are_received(
         raise OSError(errno.ENOMEM, "injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trio_smc.rnic.memory._mapped", failing)
+        patch.setattr("trio_smc.rnic.memory.map_descriptor", failing)
         for number in range(1, regions + 1):
             packet = Register(rkey=number, slot=number, address=4096, length=4096).encode()
             socket.send_fds(sock, [packet], [memory.fd])

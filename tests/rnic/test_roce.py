@@ -470,8 +470,8 @@ def test_an_address_is_known_if_its_neighbour_is_resolved(
     kernel = Kernel(route, neighbour)
     resolved: list[tuple[str, int]] = []
     monkeypatch.setattr(neighbours, "query_now", kernel.query)
-    monkeypatch.setattr(neighbours, "_resolve", lambda *target: resolved.append(target))
-    monkeypatch.setattr(roce_device, "_RESOLVED_FOR", 60.0)  # also on a slow machine
+    monkeypatch.setattr(neighbours, "resolve", lambda *target: resolved.append(target))
+    monkeypatch.setattr(roce_device, "RESOLVED_FOR", 60.0)  # also on a slow machine
     peer = gid("192.0.2.9")
     assert rnic.address_known(peer) is known
     assert kernel.queried == [(each, LOOPBACK) for each in queried]
@@ -709,21 +709,21 @@ def test_a_write_fails_before_a_first_contact_times_out() -> None:
     """An RNIC may wait up to four times as long as configured for each retry. The rest of the
     timeout is for the Decline.
     """
-    tries = pyverbs._RETRY_COUNT + 1
-    longest = 4 * 4.096e-6 * 2**pyverbs._ACK_TIMEOUT * tries
+    tries = pyverbs.RETRY_COUNT + 1
+    longest = 4 * 4.096e-6 * 2**pyverbs.ACK_TIMEOUT * tries
     assert longest + 1 < Config().first_contact_timeout
 
 
 def test_the_event_file_of_a_device_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A blocking read would hold the GIL and stop the whole process."""
     ours: list[int] = []
-    monkeypatch.setattr(pyverbs, "_open_event_files", lambda: set(ours))
+    monkeypatch.setattr(pyverbs, "open_event_files", lambda: set(ours))
 
     def make() -> str:
         ours.append(os.eventfd(0, os.EFD_CLOEXEC))
         return "a device"
 
-    made, fd = pyverbs._with_event_file(make)
+    made, fd = pyverbs.with_event_file(make)
     try:
         assert (made, [fd]) == ("a device", ours)
         assert not os.get_blocking(fd)

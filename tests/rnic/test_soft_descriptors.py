@@ -386,7 +386,7 @@ class TestLack:
             raise OSError(number, os.strerror(number))
 
         with monkeypatch.context() as patch:
-            patch.setattr("trio_smc.rnic.memory._mapped", failing)
+            patch.setattr("trio_smc.rnic.memory.map_descriptor", failing)
             socket.send_fds(sock, [register(1)], [memory.fd])
             until(lambda: not victim.qp.can_reach(1), victim)
         until(lambda: victim.qp.can_reach(1), victim)
@@ -446,7 +446,7 @@ class TestLack:
             if len(rings) < 3:
                 raise OSError(errno.ENOBUFS, "injected")
 
-        monkeypatch.setattr(ring, "_doorbell", doorbell)
+        monkeypatch.setattr(ring, "doorbell", doorbell)
         attacker.put(attacker.ring.view, 128, 1)  # armed
         victim.qp.post_send(1, b"x")
         until(lambda: len(rings) == 3, victim)
@@ -470,7 +470,7 @@ class TestLack:
             raise OSError(errno.ENOMEM, "injected")
 
         with monkeypatch.context() as patch:
-            patch.setattr("trio_smc.rnic.memory._mapped", failing)
+            patch.setattr("trio_smc.rnic.memory.map_descriptor", failing)
             socket.send_fds(sock, [register(1)], [memory.fd])
             victim.qp.post_write(6, memoryview(b"late"), None, 4096, 1, signaled=True)
             victim.rnic.service()

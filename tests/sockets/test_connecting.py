@@ -238,7 +238,7 @@ async def test_a_full_backlog(
 ) -> None:
     """All connections succeed, even those whose last ACK the kernel has dropped."""
     if not raised:
-        monkeypatch.setattr("trio_smc.connecting.listener._LEAST_BACKLOG", 0)
+        monkeypatch.setattr("trio_smc.connecting.listener.LEAST_BACKLOG", 0)
     made: list[str] = []
 
     async def call(address: tuple[str, int]) -> None:

@@ -122,7 +122,7 @@ def test_a_poller_without_a_thread_raises_nothread(
 
 def test_a_full_table_admits_no_other_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """The overflow user ID represents all unknown users, and is not accepted as this user."""
-    monkeypatch.setattr(private_directory, "_overflow_id", lambda kind: os.geteuid())
+    monkeypatch.setattr(private_directory, "overflow_id", lambda kind: os.geteuid())
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs, full_table():
         assert not private_directory.is_same_user(ours)

@@ -243,7 +243,7 @@ async def test_both_ends_report_short_connections(learned: bool) -> None:
 
 
 async def test_a_mark_of_short_connections_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "_MARK_HOLDS", 0.0)
+    monkeypatch.setattr(names, "MARK_HOLDS", 0.0)
     async with trio_smc.open_stack() as server:
         [listener] = await server.open_listeners(0, host=HOST)
         port = listener.socket.getsockname()[1]

@@ -70,7 +70,7 @@ def test_a_long_sleep_of_an_unmodified_program(monkeypatch: pytest.MonkeyPatch) 
     """As under `trio-smc run`: a control socket, listeners and a report each second."""
     monkeypatch.setenv("TRIO_SMC_RUN", "/nowhere")
     for module in (server, publication):
-        monkeypatch.setattr(module, "_NAME_INTERVAL", 1.0)
+        monkeypatch.setattr(module, "NAME_INTERVAL", 1.0)
 
     async def main() -> None:
         client, accepted = await connect_sockets()

@@ -16,7 +16,6 @@ from scripts.states.generate import MACHINES
 from tests.states.paths import Path, parts
 from trio_smc.states.engine import IllegalEvent, Machine, Table
 
-EVENTS = 3000  # random events per machine
 RUN = 12  # events before both restart in another state
 
 
@@ -137,11 +136,12 @@ def random_plan(rng: random.Random, table: Table) -> dict[int, str]:
     return plan
 
 
+@pytest.mark.parametrize("events", [600, pytest.param(3000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", MACHINES)
-def test_random_events(name: str, rng: random.Random) -> None:
+def test_random_events(name: str, events: int, rng: random.Random) -> None:
     chart = MACHINES[name]
     table = flatten(chart)
-    for _ in range(EVENTS // RUN):
+    for _ in range(events // RUN):
         pair = Pair(chart, table, rng.choice(table.states))
         for _ in range(RUN):
             guards = {guard: rng.random() < 0.5 for guard in table.guards}

@@ -100,7 +100,7 @@ def test_check_finds_each_kind_of_drift(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["--check", str(copy)]) == 0
     mermaid, svg = copy / "connection.mmd", copy / "connection.svg"
     mermaid.write_text(mermaid.read_text().replace("send_done", "send_dome"))
-    svg.write_text(svg.read_text().replace(">open_to_application<", "><"))
+    svg.write_text(svg.read_text().replace(">open_to_application<", "><", 1))
     (copy / "connection.dot").unlink()
     (copy / "old.md").write_text("left over")
     assert main(["--check", str(copy)]) == 1
@@ -110,6 +110,24 @@ def test_check_finds_each_kind_of_drift(tmp_path: Path, capsys: pytest.CaptureFi
     assert "connection.dot: missing" in report
     assert "old.md: belongs to no machine" in report
     assert "connection.md:" not in report
+
+
+def test_check_finds_a_stale_label_of_which_the_text_stands_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "states"
+    shutil.copytree(DOCS, copy)
+    svg = copy / "connection.svg"
+    text = svg.read_text(encoding="utf-8")
+    fresh, stale = ">peer_abort [else]<", ">peer_abort<"
+    assert text.count(fresh) > 1, "the set of texts stays the same"
+    assert text.count(stale) > 1
+    svg.write_text(text.replace(fresh, stale, 1), encoding="utf-8")
+    assert main(["--check", str(copy)]) == 1
+    report = capsys.readouterr().err
+    assert report.splitlines() == [
+        f"{copy}/connection.svg: lacks ['peer_abort [else]'], shows ['peer_abort'] in addition"
+    ]
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")

@@ -102,8 +102,8 @@ async def test_an_unread_capture_does_not_delay_the_stack(monkeypatch: pytest.Mo
 
     The receiver here is blocked in its first send.
     """
-    monkeypatch.setattr(sinks, "_MOST_UNSENT", 3000)
-    monkeypatch.setattr(sinks, "_PATIENCE", 0.1)
+    monkeypatch.setattr(sinks, "MOST_UNSENT", 3000)
+    monkeypatch.setattr(sinks, "PATIENCE", 0.1)
     ours, theirs = trio.testing.memory_stream_pair()
     taken = bytearray()
 

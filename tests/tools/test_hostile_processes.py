@@ -296,7 +296,7 @@ def test_site_packages_that_are_no_directory(venv: Path, make: Callable[[Path], 
 
 
 def test_a_directory_with_too_many_names(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trio_smc.tools.interpreters._MAX_NAMES", 50)
+    monkeypatch.setattr("trio_smc.tools.interpreters.MAX_NAMES", 50)
     for number in range(51):
         (site_of(venv) / f"package{number}").mkdir()
     assert "has more than 50 names" in run_in(venv).text

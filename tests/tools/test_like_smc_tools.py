@@ -288,7 +288,7 @@ async def test_sums_rows_and_differences_of_stats(
         assert head[:3] == ["PID", "UP", "CONNECTIONS"]
         assert [line[0] for line in lines][-1] == "all"
         assert [line[2] for line in lines] in (["2", "0", "2"], ["0", "2", "2"])
-        monkeypatch.setattr(stats, "_MOST_COLUMNS", 1)
+        monkeypatch.setattr(stats, "MOST_COLUMNS", 1)
         assert (await quick_command("stats")).rows()[0] == head
         # Since the file was written, the server had one more connection, the others none.
         assert (await quick_command("check", "127.0.0.1", server.details["port"])).code == 0

@@ -137,7 +137,7 @@ def value(shape: Any, depth: int) -> Any:
             return {
                 name: value(inner, depth - 1)
                 for name, inner in shape.items()
-                if depth or name in client._KEYS
+                if depth or name in client.KEYS
             }
         case [tuple()]:
             return ["127.0.0.1", 7000]

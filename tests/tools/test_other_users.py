@@ -237,9 +237,9 @@ def test_hostile_directories_of_users(
         assert message["uid"] == USER
         return subprocess.Popen(["sleep", "600"]), tempfile.TemporaryFile()
 
-    monkeypatch.setattr(client, "_start_child", start_endless_child)
+    monkeypatch.setattr(client, "start_child", start_endless_child)
     monkeypatch.setattr(client, "TIMEOUT", 0.2)
-    monkeypatch.setattr(client, "_CHILD_START", 0)
+    monkeypatch.setattr(client, "CHILD_START", 0)
     start = time.monotonic()
     done = inspect(theirs)
     assert time.monotonic() - start < 10

@@ -469,7 +469,7 @@ def none():
     raise FileNotFoundError(2, "No usable temporary directory found")
 
 tempfile.gettempdir = none
-report_socket._DIRECTORIES = ()
+report_socket.DIRECTORIES = ()
 sys.exit(cli.main(["run", *sys.argv[1:], "--", sys.executable, "-c", "print(7); exit(5)"]))
 """
     lack = "cannot create the report socket: no directory for temporary files"

@@ -160,7 +160,7 @@ def test_damaged_messages_raise_only_protocol_errors(rng: random.Random) -> None
             seen[True] += 1
             for text in (decoded.executable, decoded.error, decoded.stack):
                 assert text.isprintable()
-                assert len(text) <= 10 * report_messages._MAX_TEXT
+                assert len(text) <= 10 * report_messages.MAX_TEXT
     assert min(seen.values()) > 100
 
 
@@ -205,7 +205,7 @@ def test_a_full_backlog_is_counted_at_both_ends(monkeypatch: pytest.MonkeyPatch)
     """The hook of a new interpreter neither waits nor fails, and later reports the number of lost
     messages.
     """
-    monkeypatch.setattr(report_socket, "_BACKLOG", 8)
+    monkeypatch.setattr(report_socket, "BACKLOG", 8)
     inbox = Inbox()
     with inbox.socket:
         while send(inbox.socket.path, b"fill"):
@@ -261,7 +261,7 @@ def test_descriptors_in_messages_do_not_delay_the_reader(
 ) -> None:
     """The descriptors are TCP sockets whose close would block for minutes (SO_LINGER)."""
     if not refusable:
-        monkeypatch.setattr(report_socket, "_SO_PASSRIGHTS", 9999)  # as on an older kernel
+        monkeypatch.setattr(report_socket, "SO_PASSRIGHTS", 9999)  # as on an older kernel
     inbox = Inbox()
     with (
         inbox.socket,

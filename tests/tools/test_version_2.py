@@ -140,7 +140,7 @@ def set_rnics_of_check(patch: Patch, *, routable: bool = True) -> None:
 
 def separate_subnets(patch: Patch) -> None:
     """Put client and server into different subnets."""
-    patch.setattr(accepting, "_prefix_refusal", lambda *_: FallbackReason.PREFIX_MISMATCH)
+    patch.setattr(accepting, "prefix_refusal", lambda *_: FallbackReason.PREFIX_MISMATCH)
 
 
 async def run_check(*ueids: str, server: tuple[str, ...] = (), as_json: bool = False) -> Done:

@@ -157,7 +157,7 @@ class Timers:
           charge: the processor time in seconds that the tasks woken by the callback will take.
         """
         if self._in_turn:
-            callback()  # it belongs to the end that is running
+            callback()  # a part of the end that is running
             return
         if self._deferred or self._is_over_budget():
             self._deferred.append((callback, charge))

@@ -40,17 +40,14 @@ if TYPE_CHECKING:
 if sys.platform == "linux":  # other systems have no SMC-R to capture
     from trio_smc.capture.output_file import create
 
-__all__ = [
-    "FileCapture",
-    "send_capture",
-]
+__all__ = ["MAX_QUEUED", "MOST_UNSENT", "PATIENCE", "STALLED", "FileCapture", "send_capture"]
 
 
 LOGGER = logging.getLogger("trio_smc.capture")
 
 _WRITE_INTERVAL: Final = 0.02
 """Seconds between two writes to the file.  Chosen; no measurement is recorded."""
-_MAX_QUEUED: Final = 16 * 1024 * 1024
+MAX_QUEUED: Final = 16 * 1024 * 1024
 """Largest number of bytes in the queue for the disk.  Chosen: a bound on memory."""
 
 
@@ -129,7 +126,7 @@ class FileCapture:
     def _append(self, block: bytes) -> None:
         if self._failed:
             return
-        if self._queued_bytes - self._dequeued_bytes + len(block) > _MAX_QUEUED:
+        if self._queued_bytes - self._dequeued_bytes + len(block) > MAX_QUEUED:
             self.dropped += 1
             return
         self._queued_bytes += len(block)
@@ -150,7 +147,7 @@ class FileCapture:
                 if self.dropped != reported:
                     reported = self.dropped
                     blocks.append(pcapng.statistics(time.time_ns(), reported))
-                self._write(blocks)
+                self.write_blocks(blocks)
                 if last:
                     return
                 self._ending.wait(_WRITE_INTERVAL)
@@ -171,7 +168,7 @@ class FileCapture:
         self._dequeued_bytes += sum(map(len, blocks))
         return blocks
 
-    def _write(self, blocks: list[bytes]) -> None:
+    def write_blocks(self, blocks: list[bytes]) -> None:
         rest = memoryview(b"".join(blocks))
         written = 0
         try:
@@ -189,13 +186,13 @@ class FileCapture:
 
 _SEND_INTERVAL: Final = 0.02
 """Seconds between two sends.  Chosen, as `_WRITE_INTERVAL`."""
-_PATIENCE: Final = 1.0
+PATIENCE: Final = 1.0
 """Seconds for which the end of a capture waits until the receiver has read the rest.  Chosen."""
-_MOST_UNSENT: Final = 4 * 1024 * 1024
+MOST_UNSENT: Final = 4 * 1024 * 1024
 """Largest number of bytes in the backlog of a slow receiver.  Chosen: a bound on memory."""
 _PIECE: Final = 64 * 1024
-"""Bytes that one `send_all` gets, so that `_STALLED` limits the time of each piece.  Chosen."""
-_STALLED: Final = 30.0
+"""Bytes that one `send_all` gets, so that `STALLED` limits the time of each piece.  Chosen."""
+STALLED: Final = 30.0
 """Seconds after which a capture ends because its receiver reads nothing.  Chosen."""
 
 
@@ -210,7 +207,7 @@ class _Backlog:
         self._size = 0
 
     def append(self, block: bytes) -> None:
-        if self._size + len(block) > _MOST_UNSENT:
+        if self._size + len(block) > MOST_UNSENT:
             self.dropped += 1
             return
         self._size += len(block)
@@ -258,7 +255,7 @@ async def send_capture(
             finally:
                 backlog.end.set()
                 backlog.arrived.set()
-                scope.deadline = trio.current_time() + _PATIENCE
+                scope.deadline = trio.current_time() + PATIENCE
     finally:
         stack.remove_observer(observer)
 
@@ -273,7 +270,7 @@ async def _send(
     with scope, contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError):
         ended = False
         while not ended:
-            with trio.move_on_after(_STALLED) as quiet:
+            with trio.move_on_after(STALLED) as quiet:
                 await backlog.arrived.wait()
             if quiet.cancelled_caught:
                 if has_unread():
@@ -285,7 +282,7 @@ async def _send(
                 reported = backlog.dropped
                 data += pcapng.statistics(time.time_ns(), reported)
             for begin in range(0, len(data), _PIECE):
-                with trio.fail_after(_STALLED):
+                with trio.fail_after(STALLED):
                     await stream.send_all(data[begin : begin + _PIECE])
             with trio.move_on_after(_SEND_INTERVAL):
                 await backlog.end.wait()

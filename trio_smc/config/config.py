@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
 
 __all__ = [
+    "CHECKS",
     "DEFAULT_PINS",
     "Config",
     "Listed",
@@ -275,7 +276,7 @@ class Config:
         for name in _field_names():
             value = getattr(self, name)
             try:
-                _CHECKS[name](name, value)
+                CHECKS[name](name, value)
             except ValueError:
                 raise
             except Exception as error:
@@ -464,7 +465,7 @@ def _ueids(name: str, value: object) -> None:
             )  # fmt: skip
 
 
-_CHECKS: Final[Mapping[str, _Check]] = {
+CHECKS: Final[Mapping[str, _Check]] = {
     "rnics": _rnics,
     "directory": _path(),
     "pnet": _pnet,

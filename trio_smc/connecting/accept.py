@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from trio_smc.rnic.verbs import Rnic
     from trio_smc.stack.policy import Route
 
-__all__ = ["Arrival"]
+__all__ = ["Arrival", "admit_proposal", "prefix_refusal"]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -299,7 +299,7 @@ class Arrival:
         def admit(proposal: clc.Proposal) -> tuple[Rnic, Terms] | FallbackReason:
             if self.on_progress is not None:
                 self.on_progress(self, self._stack.timers.now())
-            return _admit(proposal, route, groups.offer)
+            return admit_proposal(proposal, route, groups.offer)
 
         negotiation = ServerNegotiation(
             host=groups,
@@ -334,7 +334,7 @@ def _kind(route: Route) -> Literal["software", "roce"]:
     return "software" if isinstance(route.rnic, FallbackReason) else route.rnic.kind
 
 
-def _admit(
+def admit_proposal(
     proposal: clc.Proposal, route: Route, offer: Offer | None
 ) -> tuple[Rnic, Terms] | FallbackReason:
     """Answer a Proposal (RFC 7609, 3.5.1.2): the RNIC and the terms, or a reason for TCP."""
@@ -346,11 +346,11 @@ def _admit(
         offer = None
     elif offer is not None and proposal.v2 is not None:
         direct = rnic.is_direct(proposal.v2.gid)
-    terms = answer(proposal, offer, _prefix_refusal(proposal, rnic, route.local), direct)
+    terms = answer(proposal, offer, prefix_refusal(proposal, rnic, route.local), direct)
     return terms if isinstance(terms, FallbackReason) else (rnic, terms)
 
 
-def _prefix_refusal(proposal: clc.Proposal, rnic: Rnic, address: str) -> FallbackReason | None:
+def prefix_refusal(proposal: clc.Proposal, rnic: Rnic, address: str) -> FallbackReason | None:
     """The reason against version 1; None if there is none.
 
     A RoCE port must itself be on the common network, that of this side's ``address``, because SMC

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.discovery.tcp_option import TcpOption
 
 __all__ = [
+    "IP_LOCAL_PORT_RANGE",
     "Attempt",
     "DialHost",
     "Target",
@@ -80,7 +81,7 @@ _LOST_PATIENCE = 1.0
 """Seconds for which a lost connection is made again before it is TCP.  Chosen; no measurement is
 recorded."""
 _FASTOPEN_CONNECT = getattr(stdlib_socket, "TCP_FASTOPEN_CONNECT", 30)
-_IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
+IP_LOCAL_PORT_RANGE = 51  # linux/include/uapi/linux/in.h
 _USUAL_PORTS = 32768, 60999
 _TRIOS_PREFIX = "Error connecting to "
 _CANNOT_CONNECT = "cannot connect to "
@@ -577,7 +578,7 @@ def _unusable(source: str, error: OSError) -> OSError:
 def _option(sock: AnySocket) -> bytes | None:
     """The value of IP_LOCAL_PORT_RANGE, zeros by default; None: before Linux 6.3."""
     try:
-        return sock.getsockopt(stdlib_socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, _RANGE.size)
+        return sock.getsockopt(stdlib_socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, _RANGE.size)
     except OSError:
         return None
 
@@ -587,14 +588,14 @@ _defaults: dict[int, bytes | None] = {}
 
 def _default_option(sock: AnySocket) -> bytes | None:
     """`_option` of a new socket: the same for all of them."""
-    number = _IP_LOCAL_PORT_RANGE
+    number = IP_LOCAL_PORT_RANGE
     if number not in _defaults:
         _defaults[number] = _option(sock)
     return _defaults[number]
 
 
 def _set_option(sock: AnySocket, ports: bytes) -> None:
-    sock.setsockopt(stdlib_socket.IPPROTO_IP, _IP_LOCAL_PORT_RANGE, ports)
+    sock.setsockopt(stdlib_socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, ports)
 
 
 def _ports(wanted: bytes = bytes(_RANGE.size)) -> Iterator[int]:

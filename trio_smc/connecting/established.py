@@ -99,7 +99,7 @@ def _ended_stream(
     endpoint = stack.groups.ended_endpoint(connection, outcome.group)
     view = LinkGroupView(outcome.group, stack.check_not_forked)
     stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
-    stream.tcp_has_ended()
+    endpoint.announce_tcp_end()
     if connection.resets_tcp:
         close_with_reset(sock)
     else:

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAPACITY_ERRORS",
     "CAPACITY_PAUSE",
+    "LEAST_BACKLOG",
     "MOST_WAITING",
     "Incoming",
     "ListenerHost",
@@ -83,7 +84,7 @@ _ACCEPT_BATCH: Final = 16
 MOST_WAITING: Final = 128
 """Streams of one listener that wait for `accept`, if `Config.handshake_limit` is not larger.
 Chosen; no measurement is recorded."""
-_LEAST_BACKLOG: Final = 4096
+LEAST_BACKLOG: Final = 4096
 """Connections that may wait in the kernel at least; net.core.somaxconn, whose default is the same,
 may limit it further.  Chosen."""
 _DEFER_ACCEPT: Final = (stdlib_socket.IPPROTO_TCP, getattr(stdlib_socket, "TCP_DEFER_ACCEPT", 9))
@@ -313,8 +314,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         for the repeated SYN-ACK, a second or more.
         """
         with contextlib.suppress(OSError):
-            if sys.platform == "linux" and backlog(self.socket) < _LEAST_BACKLOG:
-                self.socket.listen(_LEAST_BACKLOG)
+            if sys.platform == "linux" and backlog(self.socket) < LEAST_BACKLOG:
+                self.socket.listen(LEAST_BACKLOG)
 
     async def _wait_for_change(self) -> None:
         """Wait for a stream or the end of the listener. Raises the listener's pending error."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from trio_smc._stack import Stack
 
-__all__ = ["ControlSocket", "RunReport"]
+__all__ = ["CAPACITY_PAUSE", "CLIENT_TIMEOUT", "NAME_INTERVAL", "ControlSocket", "RunReport"]
 
 LOGGER = logging.getLogger("trio_smc.control")
 
@@ -51,11 +51,11 @@ _MAX_CAPTURES: Final = 4
 `_MAX_CLIENTS` to other commands."""
 _MAX_DRAINS: Final = 64
 """Drains under way at the same time.  Chosen: a bound on tasks."""
-_CLIENT_TIMEOUT: Final = 5.0
+CLIENT_TIMEOUT: Final = 5.0
 """Seconds in which a client must send its request and receive the answer.  Chosen."""
-_CAPACITY_PAUSE: Final = 0.5
+CAPACITY_PAUSE: Final = 0.5
 """Seconds without `accept` if the process has too many open files or no memory.  Chosen."""
-_NAME_INTERVAL: Final = 10.0
+NAME_INTERVAL: Final = 10.0
 """Seconds between two checks that the socket still has its name in the directory.  Chosen."""
 
 
@@ -144,7 +144,7 @@ class ControlSocket:
                 while True:
                     await self._slots.acquire_on_behalf_of(token := object())
                     client = None
-                    with move_on_after(self._stack.runtime.timers, _NAME_INTERVAL):
+                    with move_on_after(self._stack.runtime.timers, NAME_INTERVAL):
                         client = await self._accept()
                     if self._closed:
                         await trio.sleep_forever()  # `abandon` was called in a forked child
@@ -169,7 +169,7 @@ class ControlSocket:
 
     async def _accept(self) -> socket.socket | None:
         if self._closer.is_full:
-            await trio.sleep(_CAPACITY_PAUSE)
+            await trio.sleep(CAPACITY_PAUSE)
             return None
         try:
             await trio.lowlevel.wait_readable(self._socket)
@@ -178,14 +178,14 @@ class ControlSocket:
             return None
         except OSError as error:
             LOGGER.warning("the control socket cannot accept: %s", error)
-            await trio.sleep(_CAPACITY_PAUSE)
+            await trio.sleep(CAPACITY_PAUSE)
             return None
         return client
 
     async def _serve(self, client: socket.socket, token: object) -> None:
         self._clients.add(client)
         try:
-            with trio.move_on_after(_CLIENT_TIMEOUT) as scope:
+            with trio.move_on_after(CLIENT_TIMEOUT) as scope:
                 stream = _Client(client)
                 uid = control.peer_user(client)
                 if uid != os.geteuid():

@@ -578,7 +578,7 @@ class Receiver:
         """
         if self._cursor_replayed:
             self._cursor_replayed = False
-            flags &= ~URGENT_PRESENT  # it belongs to the old cursor
+            flags &= ~URGENT_PRESENT  # the bit belongs to the old cursor
         urgent = bool((flags | self._urgent_flags) & _URGENT)
         if urgent:
             self._urgent_untrusted(flags & _URGENT, arrived)

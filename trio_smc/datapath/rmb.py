@@ -38,6 +38,7 @@ __all__ = [
     "EYE_CATCHER",
     "MAX_ELEMENTS",
     "MAX_RMBS",
+    "ROCE_RMB_SIZE",
     "WARM",
     "Rmb",
     "RmbPool",
@@ -66,7 +67,7 @@ _WIPE_TIME: Final = 0.0005
 """Seconds after which `RmbPool.wipe_some` begins no further step. Chosen: with the last step it
 takes less than a millisecond."""
 
-_ROCE_RMB_SIZE = 4 * 1024 * 1024
+ROCE_RMB_SIZE = 4 * 1024 * 1024
 """Bytes of an RMB on a RoCE port. Chosen; no measurement is recorded."""
 
 
@@ -78,7 +79,7 @@ def rmb_elements(element_size: int, kind: Literal["software", "roce"]) -> int:
     """
     if kind == "software":
         return MAX_ELEMENTS
-    return max(1, min(MAX_ELEMENTS, _ROCE_RMB_SIZE // element_size))
+    return max(1, min(MAX_ELEMENTS, ROCE_RMB_SIZE // element_size))
 
 
 class Rmbe:
@@ -275,7 +276,7 @@ class Rmb:
             for element in self._elements.made.values():
                 element.lay_out()
                 if element.in_use:
-                    element.prepare()  # it has its pages, so this cannot fail
+                    element.prepare()  # an element in use has its pages, so this cannot fail
 
 
 class RmbPool:

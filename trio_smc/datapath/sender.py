@@ -399,7 +399,8 @@ class Sender:
             kept = memoryview(data)
             if type(kept.obj) is not bytes:
                 kept = memoryview(bytes(data))
-            self._record.append((messenger.sequence, produced, kept))  # it counts as posted
+            # The write counts as posted.
+            self._record.append((messenger.sequence, produced, kept))
         messenger.blocked = blocked
         self.writes += 1
         return True

@@ -11,7 +11,7 @@ caches this list until the next change.  Loopback networks, which most same-host
 are the same on every host and need no query.
 
 Each connection needs to know if the peer's address belongs to this host.  The connect of one UDP
-socket and the bind of another nearly always show that (`_probe_own`), in at most 20 µs (timeit).
+socket and the bind of another nearly always show that (`probe_own`), in at most 20 µs (timeit).
 Without netlink the host has no known networks except loopback, and the results are None, False or
 empty.
 """
@@ -31,6 +31,7 @@ from typing import Final, NamedTuple
 from trio_smc.host.netlink import Message, Request, query
 
 __all__ = [
+    "OwnAddress",
     "Prefix",
     "address_block",
     "address_interface",
@@ -40,7 +41,9 @@ __all__ = [
     "is_on_network",
     "is_same_host",
     "local_prefix",
+    "own_addresses",
     "plain_address",
+    "probe_own",
     "reached_address",
     "source_address",
 ]
@@ -84,7 +87,7 @@ _LOOPBACK_ADDRESSES = frozenset({"127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OwnAddress:
+class OwnAddress:
     """One address of this host, with its interface and its network."""
 
     interface: int
@@ -171,7 +174,7 @@ def interface_prefixes(address: str, *, link_local: bool = False) -> tuple[Prefi
     loopback = _loopback_prefixes(address)
     if loopback:
         return loopback
-    owned = _addresses()
+    owned = own_addresses()
     plain = plain_address(address)
     own = next((item for item in owned if item.address == plain), None)
     if own is None:
@@ -194,20 +197,20 @@ def _loopback_prefixes(address: str) -> tuple[Prefix, ...]:
 def address_interface(address: str) -> int | None:
     """The index of the interface that has the local `address`; None if no interface has it."""
     plain = plain_address(address)
-    return next((item.interface for item in _addresses() if item.address == plain), None)
+    return next((item.interface for item in own_addresses() if item.address == plain), None)
 
 
 def interface_addresses() -> dict[int, list[str]]:
     """The addresses of each interface, by its index."""
     found: dict[int, list[str]] = {}
-    for item in _addresses():
+    for item in own_addresses():
         found.setdefault(item.interface, []).append(str(item.address))
     return found
 
 
 def all_prefixes() -> tuple[Prefix, ...]:
     """All networks of this host's interfaces, including loopback and link-local ones."""
-    return tuple(dict.fromkeys(item.prefix for item in _addresses()))
+    return tuple(dict.fromkeys(item.prefix for item in own_addresses()))
 
 
 def is_on_network(address: str, networks: Iterable[Prefix]) -> bool:
@@ -221,7 +224,7 @@ def is_attached(networks: Iterable[Prefix]) -> bool:
     wanted = {prefix for prefix in networks if not prefix.is_link_local}
     if not wanted.isdisjoint(_LOOPBACK_PREFIXES):
         return True
-    return bool(wanted) and any(item.prefix in wanted for item in _addresses())
+    return bool(wanted) and any(item.prefix in wanted for item in own_addresses())
 
 
 def is_same_host(local: str, remote: str) -> bool:
@@ -232,10 +235,10 @@ def is_same_host(local: str, remote: str) -> bool:
     if _is_plainly_same_host(local, remote):
         return True
     plain = str(_parse(remote))
-    known = _probe_own(plain)
+    known = probe_own(plain)
     if known is not None:
         return known
-    return any(item.address == plain for item in _addresses())
+    return any(item.address == plain for item in own_addresses())
 
 
 @functools.lru_cache(_CACHE_SIZE)
@@ -273,7 +276,7 @@ def source_address(address: str, port: int) -> str | None:
     return f"{name[0]}%{scope}" if scope else str(name[0])
 
 
-def _probe_own(address: str) -> bool | None:
+def probe_own(address: str) -> bool | None:
     """True if this host has the address, False if not, None if only a query can show that."""
     # If the destination is an address of this host, the kernel chooses the same address as the
     # source.  It does so for no other destination.  But if the destination is a secondary address,
@@ -306,12 +309,12 @@ _IFA_LOCAL: Final = 2
 _DUMP: Final = Request(_RTM_GETADDR, _HEAD.pack(0, 0, 0, 0, 0), _HEAD.size, dump=True)
 
 
-def _addresses() -> list[_OwnAddress]:
+def own_addresses() -> list[OwnAddress]:
     """All addresses that this host has now."""
     return query(_DUMP, own_address)
 
 
-def own_address(message: Message) -> _OwnAddress:
+def own_address(message: Message) -> OwnAddress:
     _, length, _, _, interface = _HEAD.unpack(message.head)
     # On a point-to-point interface IFA_LOCAL is the address of this host, and IFA_ADDRESS is that
     # of the peer, which determines the network.  On other interfaces both are the same, but for
@@ -322,7 +325,7 @@ def own_address(message: Message) -> _OwnAddress:
     network = other or own
     host_bits = 8 * len(network) - length
     first = int.from_bytes(network, "big") >> host_bits << host_bits
-    return _OwnAddress(
+    return OwnAddress(
         interface=interface,
         address=str(_parse(str(ipaddress.ip_address(own)))),
         prefix=Prefix(network=first.to_bytes(len(network), "big"), length=length),

@@ -43,11 +43,13 @@ if sys.platform == "linux":  # on other systems nothing here is used
     import fcntl
 
 __all__ = [
+    "SO_PASSRIGHTS",
     "Closer",
     "datagram_probe",
     "descriptors_in",
     "is_anonymous_pipe",
     "is_memfd",
+    "kernel_refuses",
     "receive_bytes",
     "receive_with_sender",
     "refuse_descriptors",
@@ -55,8 +57,8 @@ __all__ = [
 
 _log = logging.getLogger("trio_smc.host")
 
-_SO_PASSRIGHTS = 83  # linux/include/uapi/asm-generic/socket.h; Linux 6.16
-_kernel_refuses: bool | None = None  # True if each call of `refuse_descriptors` was successful
+SO_PASSRIGHTS = 83  # linux/include/uapi/asm-generic/socket.h; Linux 6.16
+kernel_refuses: bool | None = None  # True if each call of `refuse_descriptors` was successful
 _PEEK: Final = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
 _TRUNCATED: Final = getattr(socket, "MSG_CTRUNC", 0)
 _NO_LINGER: Final = struct.pack("ii", 0, 0)
@@ -78,14 +80,14 @@ def refuse_descriptors(sock: socket.socket) -> bool:
 
     Call this before the socket listens or connects, so that no descriptor can have arrived.
     """
-    global _kernel_refuses
+    global kernel_refuses
     try:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+        sock.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
     except OSError:
-        _kernel_refuses = False  # before Linux 6.16
+        kernel_refuses = False  # before Linux 6.16
         return False
-    if _kernel_refuses is None:
-        _kernel_refuses = True
+    if kernel_refuses is None:
+        kernel_refuses = True
     return True
 
 
@@ -101,7 +103,7 @@ def receive_bytes(sock: socket.socket, size: int) -> bytes:
         `Closer.discard`.
       OSError: as `socket.socket.recv`.
     """
-    if _kernel_refuses:
+    if kernel_refuses:
         return sock.recv(size)
     data, _, flags, _ = sock.recvmsg(size, 0, socket.MSG_PEEK)
     if flags & _TRUNCATED:
@@ -122,7 +124,7 @@ def receive_with_sender(sock: socket.socket, size: int, closer: Closer) -> tuple
     Raises:
       OSError: as `socket.socket.recvmsg`.
     """
-    if _kernel_refuses:
+    if kernel_refuses:
         data, ancillary, _, _ = sock.recvmsg(size, _SENDER_SPACE)
         return data, sender_of(ancillary) if ancillary else None
     space = _SENDER_SPACE + socket.CMSG_SPACE(4 * _MAX_ATTACHED)
@@ -246,7 +248,7 @@ class Closer:
 
         Nothing can be sent to it from now on.
         """
-        if not _kernel_refuses and sock.fileno() >= 0:
+        if not kernel_refuses and sock.fileno() >= 0:
             sock.setblocking(False)
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RD)

@@ -25,14 +25,18 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, NamedTuple, TypeVar
 
 __all__ = [
+    "MAX_ANSWERS",
     "AnswerCache",
     "Message",
     "Request",
     "attribute",
     "attributes",
     "kernel_ueids",
+    "open_socket",
     "query",
     "query_now",
+    "query_or_warn",
+    "subscribe",
 ]
 
 
@@ -40,7 +44,7 @@ _log = logging.getLogger("trio_smc.netlink")
 
 _ATTEMPTS: Final = 3
 """Attempts of a query whose answer the kernel marks as interrupted by a change.  Chosen."""
-_MAX_ANSWERS: Final = 1000
+MAX_ANSWERS: Final = 1000
 """Answers in the cache.  Chosen: a bound on memory."""
 _RECEIVE_SIZE: Final = 1 << 16
 """Bytes of the receive buffer.  Chosen: the kernel's dumps have at most 32 KiB in one datagram."""
@@ -113,7 +117,7 @@ class AnswerCache:
             self._open.add(self)
             if AnswerCache._change_socket is None and sys.platform == "linux":
                 with contextlib.suppress(OSError):
-                    AnswerCache._change_socket = _subscribe()
+                    AnswerCache._change_socket = subscribe()
 
     def close(self) -> None:
         """Stop caching, if no other object is open.  Idempotent."""
@@ -145,7 +149,7 @@ class AnswerCache:
             # Another thread may have read a report since `get`, which increased `_generation`.  A
             # report that was not read yet clears the cache at the next `get`.
             if cls._change_socket is not None and cls._generation == generation:
-                if len(cls._answers) >= _MAX_ANSWERS:
+                if len(cls._answers) >= MAX_ANSWERS:
                     cls._answers.clear()
                 cls._answers[key] = answer
 
@@ -169,7 +173,7 @@ def query(request: Request, read: Callable[[Message], _Answer]) -> list[_Answer]
     cached, generation = AnswerCache.get(key)
     if cached is not None:
         return cached
-    answer = _query_or_warn(request)
+    answer = query_or_warn(request)
     if answer is None:
         return []
     found = [read(message) for message in answer]
@@ -177,7 +181,7 @@ def query(request: Request, read: Callable[[Message], _Answer]) -> list[_Answer]
     return found
 
 
-def _query_or_warn(request: Request) -> list[Message] | None:
+def query_or_warn(request: Request) -> list[Message] | None:
     try:
         return query_now(request)
     except OSError as error:
@@ -195,7 +199,7 @@ def query_now(request: Request) -> list[Message] | None:
         return None
     for _ in range(_ATTEMPTS):
         try:
-            sock = _open_socket(request.protocol)
+            sock = open_socket(request.protocol)
         except OSError as error:
             _warn_once("no netlink: %s", error)
             return None
@@ -204,7 +208,7 @@ def query_now(request: Request) -> list[Message] | None:
     return None
 
 
-def _open_socket(protocol: int) -> socket.socket:
+def open_socket(protocol: int) -> socket.socket:
     kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     return socket.socket(socket.AF_NETLINK, kind, protocol)
 
@@ -286,7 +290,7 @@ def kernel_ueids() -> tuple[bytes, ...] | None:
     if not families:
         return None
     family = int.from_bytes(families[0].attributes[_CTRL_ATTR_FAMILY_ID], sys.byteorder)
-    answers = _query_or_warn(_generic(family, _DUMP_UEID, dump=True))
+    answers = query_or_warn(_generic(family, _DUMP_UEID, dump=True))
     if answers is None:
         return None
     found = [answer.attributes.get(_EID_TABLE_ENTRY) for answer in answers]
@@ -299,7 +303,7 @@ def _generic(family: int, command: int, data: bytes = b"", *, dump: bool = False
     return Request(family, body, _GENERIC_HEAD.size, dump, _NETLINK_GENERIC)
 
 
-def _subscribe() -> socket.socket:
+def subscribe() -> socket.socket:
     sock = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, socket.NETLINK_ROUTE)
     try:
         sock.bind((0, _GROUPS))

@@ -15,9 +15,9 @@ import sys
 import time
 from typing import Final
 
-__all__ = ["can_start_thread", "commit_is_limited", "may_refuse_pages"]
+__all__ = ["MODE", "can_start_thread", "commit_is_limited", "may_refuse_pages"]
 
-_MODE: Final = "/proc/sys/vm/overcommit_memory"
+MODE: Final = "/proc/sys/vm/overcommit_memory"
 _STRICT: Final = b"2"
 _KNOWN: Final = 0.1
 """Seconds until `may_refuse_pages` reads the mode again.  Chosen."""
@@ -34,7 +34,7 @@ def commit_is_limited() -> bool:
     ends the process.
     """
     try:
-        descriptor = os.open(_MODE, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(MODE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return True
     try:

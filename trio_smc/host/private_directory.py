@@ -57,6 +57,7 @@ from trio_smc.host.overcommit import commit_is_limited
 
 __all__ = [
     "PATH_FLAGS",
+    "STALE_AFTER",
     "DirectoryUnusable",
     "PrivateDirectory",
     "admits_user",
@@ -65,6 +66,7 @@ __all__ = [
     "is_for_all_users",
     "is_named",
     "is_same_user",
+    "overflow_id",
     "own_credentials",
     "peer_user",
     "shared_group",
@@ -82,7 +84,7 @@ else:
     _FLAGS = PATH_FLAGS = 0
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMLINK})  # of inodes or room
 _HIDDEN = "."  # prefix of the name of a socket that does not listen yet
-_STALE_AFTER = 60.0
+STALE_AFTER = 60.0
 """Seconds after which such a name belongs to a process that has crashed.  Chosen; no measurement
 is recorded."""
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -91,7 +93,7 @@ _MOST_GROUPS = 256  # groups of a peer: getsockopt of Python returns at most 1,0
 _SHARED_MODE = 0o3770
 _MEMBER_MODE = 0o2750  # of a member's directory, and of all directories below it
 _MAX_DEPTH = 3  # levels of directories below: tcp/NAMESPACE/ADDRESS
-_ANNOUNCED = "announced"  # its sockets have names before they are in use (discovery.names)
+_ANNOUNCED = "announced"  # has sockets named before their use (discovery.names)
 _MOST_NAMES = 4096
 """Names read from one directory.  Chosen, as are the next three limits."""
 _MOST_SOCKETS = 1024
@@ -540,7 +542,7 @@ class PrivateDirectory:
                     sock.connect(path)
             except ConnectionRefusedError:
                 made = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mtime
-                if young or time.time() - made >= _STALE_AFTER:
+                if young or time.time() - made >= STALE_AFTER:
                     self.remove(name)
                     return True
         return False
@@ -705,7 +707,7 @@ def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
     primary: int = _CREDENTIALS.unpack(found)[2]
     try:
         more = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
-    except OSError:  # it has more than `_MOST_GROUPS`: only the primary one is known
+    except OSError:  # more than `_MOST_GROUPS` groups: only the primary one is known
         more = b""
     return (primary, *struct.unpack(f"{len(more) // 4}I", more))
 
@@ -716,7 +718,7 @@ def _is_overflow_id(number: int, kind: str) -> bool:
     kind: "uid" or "gid".
     """
     try:
-        if number != _overflow_id(kind):
+        if number != overflow_id(kind):
             return False
         known = Path(f"/proc/self/{kind}_map").read_bytes().split()
     except OSError as error:
@@ -725,6 +727,6 @@ def _is_overflow_id(number: int, kind: str) -> bool:
 
 
 @functools.cache  # each accepted connection needs it; an error is not cached
-def _overflow_id(kind: str) -> int:
+def overflow_id(kind: str) -> int:
     """The number of all unknown users, or groups, of a user namespace.  Raises OSError."""
     return int(Path(f"/proc/sys/kernel/overflow{kind}").read_bytes())

@@ -3,7 +3,7 @@
 `Memory` belongs to this process.  `PeerMemory` belongs to a peer and is mapped from a descriptor
 that was received over a socket.  A mapping needs no descriptor.  But before Python 3.13 `mmap.mmap`
 always keeps a copy of the descriptor that it gets, and a server with hundreds of link groups would
-run out of descriptors (`_mapped`).
+run out of descriptors (`map_descriptor`).
 
 Theory of operation: progress words
 -----------------------------------
@@ -46,6 +46,7 @@ __all__ = [
     "Memory",
     "PeerMemory",
     "is_quick_to_free",
+    "map_descriptor",
 ]
 
 _ZEROES = memoryview(bytes(64 * 1024))
@@ -100,7 +101,7 @@ def _address(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
-def _mapped(fd: int, size: int) -> mmap.mmap:
+def map_descriptor(fd: int, size: int) -> mmap.mmap:
     """A shared mapping that keeps no descriptor.  Raises OSError, ValueError, OverflowError."""
     if sys.version_info >= (3, 13):
         return mmap.mmap(fd, size, trackfd=False)
@@ -165,7 +166,7 @@ class Memory:
         try:
             os.ftruncate(self.fd, self.mapped)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map = _mapped(self.fd, self.mapped)
+            self._map = map_descriptor(self.fd, self.mapped)
         except BaseException:
             os.close(self.fd)
             raise
@@ -324,7 +325,7 @@ class PeerMemory:
     def __init__(self, fd: int, size: int, *, progress: bool = False) -> None:
         self.size = size
         self.mapped: int = _mapped_size(size, progress=progress)
-        self._map = _mapped(fd, self.mapped)
+        self._map = map_descriptor(fd, self.mapped)
         self._kept: list[Words] = []
         whole = memoryview(self._map)
         self.view: memoryview[int] = whole[:size]

@@ -378,7 +378,7 @@ class DropInSocket(trio.socket.SocketType):
                 self._side = ShutDown(side)
             raise
         if isinstance(side, ShutDown) and flag != stdlib_socket.SHUT_WR:
-            self._side = side.after_failure()  # it listened, and does not any more
+            self._side = side.after_failure()  # this socket no longer listens
 
     def close(self) -> None:
         """Close; data already sent still arrives, unless SO_LINGER is set with 0 s."""

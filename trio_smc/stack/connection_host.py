@@ -80,6 +80,11 @@ class Endpoint:
         self.sock = sock
         self._stack.tcp_watch.add(sock, self)
 
+    def announce_tcp_end(self) -> None:
+        """Call `on_tcp_end`, because the caller closes the TCP connection now."""
+        if self.on_tcp_end is not None and not self.closed_by_user:
+            self.on_tcp_end()
+
     def forgotten(self) -> None:
         """Close a stream that the program has not closed, as close(2) closes a socket.
 
@@ -195,7 +200,6 @@ class Endpoint:
     def _detach_socket(self) -> trio.socket.SocketType | None:
         sock, self.sock = self.sock, None
         if sock is not None:
-            if self.on_tcp_end is not None and not self.closed_by_user:
-                self.on_tcp_end()
+            self.announce_tcp_end()
             self._stack.tcp_watch.remove(sock)
         return sock

@@ -533,7 +533,7 @@ class _Interrupts:
             self._leaving.remove(runtime)
             if not self._leaving and signal.getsignal(signal.SIGINT) == self._interrupted:
                 signal.signal(signal.SIGINT, self._before)
-                self._before = None  # it refers to the whole Trio run
+                self._before = None  # the handler refers to the whole Trio run
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         for runtime in list(self._leaving):

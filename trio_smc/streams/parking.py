@@ -7,11 +7,16 @@ nothing to do waits in `Parking`, in this order:
 
 1. The task posts the CDC message that was deferred, because the peer may be waiting for it.
 2. The task drains the RNICs, unless tasks that were woken together with it have not run yet; the
-   last of those tasks drains for all.
+   last of those tasks drains for all.  A reader that does not drain parks at once (5).
 3. If no other task waits, the task spins, or yields the processor to the peer (`Pump.try_spin`).
 4. A reader that waits alone, several times in a row, becomes the solo reader
-   (`trio_smc.rnic.solo`).
+   (`trio_smc.rnic.solo`).  A solo reader begins here if polling first would find nothing
+   (`SoloReader.should_wait_at_once`).
 5. The task parks: it sleeps until the core calls its waiter.
+
+Two rules of all calls are here, too.  `Busy` refuses a second task in the same direction.
+`Parking.end_call` and `end_failed_call` make the checkpoint of a call that did not park.  The
+hottest calls of `RdmaStream` repeat `Busy` and `end_call` inline, with a comment that says so.
 """
 
 from __future__ import annotations
@@ -53,7 +58,13 @@ _WAIT_ENDED: Final = "another task closed this socket"
 class Busy:
     """Refuses a second task that calls the same direction of a stream.
 
-    The two hottest calls of a stream set ``taken`` themselves, the others use ``with``.
+    A call holds it by ``with``, and the second task gets `error`.  Three kinds of calls set
+    ``taken`` themselves:
+
+    - the hottest ones, `RdmaStream.send_all` and `receive_some`: ``with`` calls two functions;
+    - those that lend a view and take it back, because the stream is busy between them;
+    - those that fail without a wait: they clear ``taken`` before they yield, so that the next task
+      gets the same error.
 
     Args:
       doing: what the other task does, for the message of the error.

@@ -169,10 +169,6 @@ class RdmaStream(SmcStream):
         # No bound method: the endpoint must not keep alive a stream that the program has dropped.
         endpoint.on_tcp_end = partial(_keep_facts, self.socket, self._options)
 
-    def tcp_has_ended(self) -> None:
-        """Keep the names and options of the TCP connection, which the caller closes now."""
-        _keep_facts(self.socket, self._options)
-
     def inherit(self, options: Inherited) -> None:
         """Apply the options that were set on the TCP connection."""
         self._options.inherit(options)
@@ -210,7 +206,7 @@ class RdmaStream(SmcStream):
           trio.BusyResourceError: another task is sending.
         """
         sending = self._sending
-        if sending.taken:
+        if sending.taken:  # inlined `Busy`
             raise self._second_send_error()
         sending.taken = True
         try:
@@ -458,7 +454,7 @@ class RdmaStream(SmcStream):
         """
         most = max_bytes if type(max_bytes) is int and max_bytes > 0 else _checked(max_bytes)
         receiving = self._receiving
-        if receiving.taken:
+        if receiving.taken:  # inlined `Busy`
             raise receiving.error()
         receiving.taken = True
         try:

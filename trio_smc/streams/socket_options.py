@@ -41,6 +41,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
@@ -227,10 +228,9 @@ class StreamOptions:
         if kept is not None and (row is None or row.owner is Owner.KEPT or self._tcp_closed):
             return _in_requested_form(kept, buffersize)
         if self._tcp_closed:
-            new = self._new_socket()
-            if new is None:
-                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-            with new:
+            with self._new_socket() as new:
+                if new is None:
+                    raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
                 value = new.getsockopt(level, option, buffersize or _INT.size)
             return _in_requested_form(value, buffersize)
         if buffersize:
@@ -271,9 +271,8 @@ class StreamOptions:
     ) -> None:
         if self._tcp_closed:
             kept = int_or_bytes(value)
-            new = self._new_socket()
-            if new is not None:
-                with new:
+            with self._new_socket() as new:
+                if new is not None:
                     new.setsockopt(level, option, kept)
             self._keep_value((level, option), kept)
         elif value is not None:
@@ -282,13 +281,13 @@ class StreamOptions:
             assert length is not None
             self._sock.setsockopt(level, option, None, length)
 
-    def _new_socket(self) -> socket.socket | None:
+    def _new_socket(self) -> AbstractContextManager[socket.socket | None]:
         """A socket in place of the one that has ended: it has the default of each option, and the
         kernel's errors.  None if the system lacks descriptors or memory."""
         try:
             return socket.socket(self._sock.family, socket.SOCK_STREAM)
         except OSError:
-            return None
+            return contextlib.nullcontext()
 
     def _keep_value(self, key: Key, value: int | bytes) -> None:
         self._kept[key] = value

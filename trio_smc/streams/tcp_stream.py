@@ -162,7 +162,7 @@ class TcpStream(SmcStream):
 
     def release_stream(self) -> None:
         """Call before the socket is closed or detached.  Idempotent."""
-        if "_urgent" in self.__dict__:  # it was used
+        if "_urgent" in self.__dict__:  # made by its first use
             self._urgent.wake_waiter()
         if self._on_release is not None:
             on_release, self._on_release = self._on_release, None

@@ -118,7 +118,7 @@ def _written(code: int) -> int:
         if sys.stderr is not None:
             sys.stderr.flush()
     except ValueError:
-        pass  # it is closed
+        pass  # stderr is closed
     except OSError:
         _discard(sys.stderr)
     return code
@@ -135,7 +135,7 @@ def _with_output(code: int) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except ValueError:
-        pass  # it is closed
+        pass  # stdout is closed
     except OSError as error:
         _discard(sys.stdout)
         if isinstance(error, BrokenPipeError):

@@ -10,7 +10,7 @@ dict of fields, or a list with the shape of its items.  `Maybe` is a shape or nu
 
 The process may run another release.  So an answer may have more fields than its shape, and a
 missing field becomes None, which commands print as "-" and JSON has as null.  Only the fields that
-identify an item (`_KEYS`) are required.  If the release differs, one line on stderr says so.
+identify an item (`KEYS`) are required.  If the release differs, one line on stderr says so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ from trio_smc.tools.places import Places, identity_of
 from trio_smc.tools.proc import Process
 
 __all__ = [
+    "CHILD_START",
     "INCOMPLETE",
+    "KEYS",
     "SHAPES",
     "TIMEOUT",
     "NoAnswer",
@@ -51,6 +53,7 @@ __all__ = [
     "Snapshot",
     "UserDirectory",
     "check_untrusted",
+    "start_child",
     "stream_capture",
     "take_snapshots",
     "take_untrusted",
@@ -60,7 +63,7 @@ TIMEOUT: Final = 3.0
 """Seconds for the answers of all stacks together.  Chosen."""
 _MOST_USERS: Final = 64
 """Users that are inspected at the same time.  Chosen."""
-_CHILD_START: Final = 5.0
+CHILD_START: Final = 5.0
 """Seconds that a child process may take to start, in addition to `TIMEOUT`.  Chosen."""
 _CHILD_END: Final = 1.0
 """Seconds that a killed child may take to end.  Chosen."""
@@ -358,7 +361,7 @@ def _take_places(
     users = list(by_uid.items())
     if places.truncated or len(users) > _MOST_USERS:
         print_problem("there are more users or directories than are inspected")
-    deadline = time.monotonic() + TIMEOUT + seconds + _CHILD_START
+    deadline = time.monotonic() + TIMEOUT + seconds + CHILD_START
     with contextlib.ExitStack() as exits:
         children = []
         for uid, directories in users[:_MOST_USERS]:
@@ -367,7 +370,7 @@ def _take_places(
                 "request": request.decode("latin-1"), "silent_before": list(silent_before),
                 "seconds": seconds,
             }  # fmt: skip
-            child, output = _start_child(message)
+            child, output = start_child(message)
             exits.enter_context(output)
             exits.callback(_end_child, child)
             children.append((uid, child, output))
@@ -393,7 +396,7 @@ def _take_places(
     round_.found = sorted(once.values(), key=lambda each: each.pid)
 
 
-def _start_child(message: dict[str, Any]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def start_child(message: dict[str, Any]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """Start a child process, and return it with the file of its output."""
     # The child finds modules where this process does, and not in the working directory.
     code = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -644,7 +647,7 @@ def _snapshot_untrusted(query: _Query, want: Sequence[str]) -> Snapshot | None:
     if query.error is not None:
         raise query.error
     if query.done and not query.data and not os.path.exists(f"/proc/{query.pid}"):
-        return None  # it has ended after it accepted the connection
+        return None  # the process has ended after it accepted the connection
     snapshot = Snapshot(query.pid)
     answer = _Answer(query.data, complete=query.done)
     while True:
@@ -908,7 +911,7 @@ class Maybe:
 _ADDRESS: Final = [(str, int)]
 _LISTS: Final = ("agreed", "fallbacks")
 _AGREED: Final = {"version": int, "release": int, "ueid": Maybe(str), "direct": bool}
-_KEYS: Final = frozenset({"stack", "mode", "number", "name", "count"})
+KEYS: Final = frozenset({"stack", "mode", "number", "name", "count"})
 """The fields that an item must have, because nothing can be said about it without them."""
 SHAPES: Final[dict[str, Any]] = {
     "process": {
@@ -1057,7 +1060,7 @@ def _check_fields_untrusted(value: Any, shape: dict[str, Any], where: str) -> No
     for name, inner in shape.items():
         if name in value:
             check_untrusted(value[name], inner, f"{where}.{name}")
-        elif name in _KEYS:
+        elif name in KEYS:
             raise ProtocolError(f"{where} has no {name}")
         else:
             value[name] = None

@@ -19,14 +19,14 @@ from typing import Final
 from trio_smc.tools.proc import Process
 from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 
-__all__ = ["Finding", "find_trio_smc", "is_python"]
+__all__ = ["MAX_NAMES", "Finding", "find_trio_smc", "is_python"]
 
 _PACKAGE: Final = "trio_smc"
 _TIME_LIMIT: Final = 2.0
 """Seconds for one search.  Chosen."""
 _MAX_FILE: Final = 1 << 16
 """Bytes of a file.  Chosen; ``pyvenv.cfg`` and ``.pth`` files have a few lines."""
-_MAX_NAMES: Final = 20_000
+MAX_NAMES: Final = 20_000
 """Names in a directory.  Chosen: a bound on time and memory."""
 _MAX_PATHS: Final = 64
 """Directories of one variable, and files of one kind, that are examined.  Chosen, as above."""
@@ -174,7 +174,7 @@ class _Search:
         for library in _LIBRARIES:
             above = os.path.join(prefix, library)
             try:
-                names = self._files.names(above, _MAX_NAMES)
+                names = self._files.names(above, MAX_NAMES)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except UntrustedPathError as error:
@@ -202,7 +202,7 @@ class _Search:
 
     def _is_in_site(self, site: str) -> bool:
         """True if a directory of packages has trio_smc, or a ``.pth`` file that leads to it."""
-        names = self._files.names(site, _MAX_NAMES)
+        names = self._files.names(site, MAX_NAMES)
         if _PACKAGE in names and self._has_package(site):
             return True
         if any(each.startswith(f"{_PACKAGE}-") and each.endswith(".dist-info") for each in names):

@@ -183,7 +183,7 @@ def has_colours(stream: TextIO | None) -> bool:
     try:
         return stream.isatty() and os.environ.get("TERM") not in _DUMB
     except ValueError:
-        return False  # it is closed
+        return False  # the stream is closed
 
 
 def show(*parts: Table | str) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 from trio_smc import ProtocolError
 from trio_smc._base.printable import printable
 
-__all__ = ["BYTES", "MAX_SIZE", "Counts", "Message", "decode_untrusted"]
+__all__ = ["BYTES", "MAX_SIZE", "MAX_TEXT", "Counts", "Message", "decode_untrusted"]
 
 MAX_SIZE: Final = 1 << 16
 """Largest number of bytes of one message.  Chosen."""
@@ -32,7 +32,7 @@ BYTES: Final = ("bytes_sent", "bytes_received", "tcp_bytes_sent", "tcp_bytes_rec
 _KINDS: Final = ("python", "trio", "asyncio", "missing", "stack-open", "stack-counts", "stack-end")
 # Limits of what a message may contain.  All are chosen: far above what a stack sends.
 _MAX_NUMBER: Final = (1 << 63) - 1
-_MAX_TEXT: Final = 200
+MAX_TEXT: Final = 200
 """Characters of a text that are shown."""
 _MAX_ID: Final = 32
 _MAX_REASON: Final = 64
@@ -89,7 +89,7 @@ def decode_untrusted(data: bytes) -> Message:
     dropped = _number(fields, "dropped") if "dropped" in fields else 0
     if kind == "missing":
         executable, error = (_text(fields, name, MAX_SIZE) for name in ("executable", "error"))
-        return Message(kind, dropped, printable(executable, _MAX_TEXT), printable(error, _MAX_TEXT))
+        return Message(kind, dropped, printable(executable, MAX_TEXT), printable(error, MAX_TEXT))
     if not kind.startswith("stack-"):
         return Message(kind, dropped)
     stack = printable(_text(fields, "stack", _MAX_ID))

@@ -51,11 +51,20 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from trio_smc.capture.output_file import trust_directory
+from trio_smc.control.protocol import REPORT_TO
 from trio_smc.tools.report_messages import MAX_SIZE
 
-__all__ = ["ProcessState", "ReportSocket", "process_state"]
+__all__ = [
+    "BACKLOG",
+    "DIRECTORIES",
+    "SO_PASSRIGHTS",
+    "NoReports",
+    "ProcessState",
+    "ReportSocket",
+    "process_state",
+]
 
-_BACKLOG: Final = 4096
+BACKLOG: Final = 4096
 """Connections that may wait for `accept`: the default of net.core.somaxconn (Linux 5.4)."""
 _BURST: Final = 32
 """The largest number of connections accepted between two pauses.  Chosen: with `_PAUSE` at most
@@ -73,7 +82,7 @@ _END_TIMEOUT: Final = 2.0
 """Seconds for reading the messages that were sent before PROGRAM ended.  Chosen."""
 _MAX_DESCENDANTS: Final = 1 << 16
 """Processes known to descend from PROGRAM.  Chosen: a bound on memory."""
-_DIRECTORIES: Final = ("/tmp", "/var/tmp", "/dev/shm")
+DIRECTORIES: Final = ("/tmp", "/var/tmp", "/dev/shm")
 """Places for the socket's directory, tried in turn.  A place where other users could replace the
 directory is refused, for example a /tmp without the sticky bit."""
 _PREFIX: Final = "trio-smc-run-"
@@ -86,7 +95,7 @@ _MAX_ADDRESS: Final = 107
 """Bytes of the path of a Unix socket (unix(7))."""
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _SO_PEERPIDFD: Final = 77  # linux/include/uapi/asm-generic/socket.h
-_SO_PASSRIGHTS: Final = 83
+SO_PASSRIGHTS: Final = 83
 _MAX_ANCESTORS: Final = 4096
 """Ancestors of one sender that are examined.  Chosen: ends the search if the tree changes."""
 
@@ -167,6 +176,11 @@ class ReportSocket:
         self._listener.close()
         os.close(self._wake)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable with the path, for PROGRAM's processes only."""
+        return {REPORT_TO: self.path}
 
     def start(self, root: int) -> None:
         """Start to receive.  ``root`` is PROGRAM's process."""
@@ -326,6 +340,19 @@ class ReportSocket:
             connection.close()
 
 
+class NoReports(contextlib.nullcontext[None]):
+    """In place of a `ReportSocket`, if there is no place for one: all messages are missing."""
+
+    overflowed: Final = True
+    environment: Final[dict[str, str]] = {}
+
+    def start(self, root: int) -> None:
+        """No-op."""
+
+    def finish(self) -> None:
+        """No-op."""
+
+
 def _still_exists(connection: socket.socket) -> bool:
     """False if the process that connected has ended, and its parent has waited for it.
 
@@ -391,7 +418,7 @@ def _new_directory() -> tuple[str, str]:
       OSError: there is no place where other users cannot replace the directory.
     """
     problem: OSError | None = None
-    places = list(_DIRECTORIES)
+    places = list(DIRECTORIES)
     with contextlib.suppress(OSError):  # none that it knows is writable
         places.insert(0, tempfile.gettempdir())
     for place in dict.fromkeys(places):
@@ -412,14 +439,14 @@ def _new_directory() -> tuple[str, str]:
 
 def _new_listener(directory: str, path: str) -> tuple[socket.socket, int]:
     """Create a socket that listens at ``path``; return it and the length of its backlog."""
-    backlog = _BACKLOG
+    backlog = BACKLOG
     with contextlib.suppress(OSError, ValueError):
         backlog = min(backlog, int(Path("/proc/sys/net/core/somaxconn").read_bytes()))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.setblocking(False)
         with contextlib.suppress(OSError):
-            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+            listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
         bound_path = os.path.join(directory, _NEW)
         listener.bind(bound_path)
         os.chmod(bound_path, 0o666)

@@ -48,7 +48,7 @@ from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO
 from trio_smc.tools.output import ToolError, error_text, print_error, size
 from trio_smc.tools.processes import executable, has_tcp, is_python, process_tree
 from trio_smc.tools.report_messages import BYTES, Counts, Message, decode_untrusted
-from trio_smc.tools.report_socket import ReportSocket, process_state
+from trio_smc.tools.report_socket import NoReports, ReportSocket, process_state
 
 __all__ = ["Tree", "supervise"]
 
@@ -92,7 +92,6 @@ class Tree:
       used_trio: True if any process has run Trio.
       ended: True if this command has ended PROGRAM because of the problem.
       incomplete: True if messages may be missing.
-      goes_on: True if PROGRAM has ended and descendants of it run, such as a daemon.
     """
 
     def __init__(self, *, require: bool) -> None:
@@ -101,7 +100,6 @@ class Tree:
         self.hooked: set[int] = set()
         self.used_trio: bool = False
         self.incomplete = False
-        self.goes_on = False
         self._require = require
         self._printed = False
         self._suspects: set[int] = set()
@@ -223,7 +221,7 @@ class Tree:
           pid: the number of PROGRAM's process.
           path: the executable of this process.
         """
-        if self.used_trio or self._stacks or self.incomplete or self.goes_on:
+        if self.used_trio or self._stacks or self.incomplete:
             return
         if is_python(path) and pid not in self.hooked:
             self.set_problem(_without_hook(pid, path))
@@ -279,31 +277,28 @@ def supervise(
     """
     tree = Tree(require=require)
     reports = _open_reports(tree, required=require or report)
-    with reports or contextlib.nullcontext():
+    with reports:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, *_OWN_SIGNALS})
         try:
             environment = dict(environment)
             environment.pop(REPORT_EVERY, None)
             environment.pop(REPORT_TO, None)
-            if reports is not None:
-                environment[REPORT_TO] = reports.path
+            environment.update(reports.environment)
             if report:
                 environment[REPORT_EVERY] = str(_REPORT_INTERVAL)
             _adopt_orphans(True)
             child = _start(program, environment, mask)
             path = executable(child.pid)
-            if reports is not None:
-                reports.start(child.pid)
+            reports.start(child.pid)
             _wait(child, tree, reports, require)
-            tree.goes_on = _has_orphans(child.pid)
-            if reports is not None:
-                reports.finish()
+            orphans = _has_orphans(child.pid)
+            reports.finish()
         finally:
             _adopt_orphans(False)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if reports is not None:
-        tree.incomplete |= reports.overflowed
-    if child.returncode >= 0:  # a signal may have ended PROGRAM before it could use Trio
+    tree.incomplete |= reports.overflowed
+    # A signal may have ended PROGRAM before it could use Trio, and its orphans may still use Trio.
+    if child.returncode >= 0 and not orphans:
         tree.conclude(child.pid, path)
     tree.print_problem()
     if report:
@@ -316,8 +311,8 @@ def supervise(
     return child.returncode or (_FAILED if require and tree.problem else 0)
 
 
-def _open_reports(tree: Tree, *, required: bool) -> ReportSocket | None:
-    """The report socket; None if there is no place for one and it is not ``required``."""
+def _open_reports(tree: Tree, *, required: bool) -> ReportSocket | NoReports:
+    """The report socket; `NoReports` if there is no place for one and it is not ``required``."""
     try:
         return ReportSocket(tree.on_packet)
     except OSError as error:
@@ -325,8 +320,7 @@ def _open_reports(tree: Tree, *, required: bool) -> ReportSocket | None:
         if required:
             raise ToolError(text) from error
         print_error(f"trio-smc run: warning: {text}; problems of the program are not reported")
-        tree.incomplete = True
-        return None
+        return NoReports()
 
 
 def _adopt_orphans(adopt: bool) -> None:
@@ -363,7 +357,7 @@ def _start(
 
 
 def _wait(
-    child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket | None, require: bool
+    child: subprocess.Popen[bytes], tree: Tree, reports: ReportSocket | NoReports, require: bool
 ) -> None:
     """Wait for PROGRAM's end.  Meanwhile forward signals, and search the tree at intervals."""
     # A timer and not `sigtimedwait`: after an interruption by SIGSTOP and SIGCONT, and with no time
@@ -381,8 +375,7 @@ def _wait(
                 tree.ended = True
                 child.terminate()
             if info.si_signo == signal.SIGALRM:
-                if reports is not None:
-                    tree.incomplete |= reports.overflowed
+                tree.incomplete |= reports.overflowed
                 tree.search(child.pid)
                 pause = min(2 * pause, _MAX_SEARCH_PAUSE)
                 signal.setitimer(signal.ITIMER_REAL, pause)

@@ -864,7 +864,7 @@ class ClcReader:
         data = self._data
         if not data and not awaited:
             raise ProtocolError("a CLC message before the answer to the last one")
-        self.nothing_follows = False  # it is not known
+        self.nothing_follows = False  # not known yet
         data += piece
         self.wanted -= len(piece)
         size = len(data)

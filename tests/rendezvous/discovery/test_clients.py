@@ -84,13 +84,13 @@ def test_announcements_leave_descriptors_to_the_program(
     private: Path, monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert Discovery(private)._most_open == most
+    assert Discovery(private).most_open == most
 
 
 async def test_an_announcement_waits_for_a_place(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcing, "_MOST_OPEN", 1)
+    monkeypatch.setattr(announcing, "MOST_OPEN", 1)
     discovery = Discovery(private)
     async with serving(private) as server, trio.open_nursery() as nursery:
         first = discovery.announce(("127.0.0.1", 1), server.address, None, required=False)

@@ -142,7 +142,7 @@ async def test_a_flood_ends_the_wait(private: Path) -> None:
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
-            for _ in range(announcing._MOST_IGNORED + 1):
+            for _ in range(announcing.MOST_IGNORED + 1):
                 fake.answer(b"?")
                 await trio.testing.wait_all_tasks_blocked()
                 if result:
@@ -216,7 +216,7 @@ async def test_the_server_that_has_the_connection_answers_after_the_first_checks
         await client.connect(server.address)
 
         async def answer() -> None:
-            await trio.sleep(3 * announcing._FIRST_CHECK)
+            await trio.sleep(3 * announcing.FIRST_CHECK)
             connection, claim = await server.accept()
             nursery.start_soon(hold, connection)
             assert claim is not None

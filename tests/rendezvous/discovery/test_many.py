@@ -229,7 +229,7 @@ async def test_a_full_table_does_not_hide_a_listener(private: Path) -> None:
 async def test_a_wait_makes_few_checks(
     first: float, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcing, "_FIRST_CHECK", first)
+    monkeypatch.setattr(announcing, "FIRST_CHECK", first)
     checks = 0
     real = announcing.Announcer.has_listener
 
@@ -271,7 +271,7 @@ async def test_a_process_that_was_held_up_waits_before_its_first_check(
 
                 nursery.start_soon(wait)
                 await trio.testing.wait_all_tasks_blocked()
-                hold_up(3 * announcing._FIRST_CHECK)  # no task of this process runs
+                hold_up(3 * announcing.FIRST_CHECK)  # no task of this process runs
                 connection, claim = await server.accept()
                 assert claim is not None
                 claim.accept()

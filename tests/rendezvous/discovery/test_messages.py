@@ -80,6 +80,6 @@ def test_an_answer_of_another_version_still_has_its_kind() -> None:
 
 
 def test_every_reason_with_a_code_arrives() -> None:
-    for reason in messages._REASONS.values():
+    for reason in messages.REASONS.values():
         message = messages.decode_untrusted(messages.refused(reason))
         assert message.reason is reason

@@ -24,7 +24,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another
 REPORT_MOUNTS = """
 import json, os, subprocess, sys
 from pathlib import Path
-from trio_smc.rendezvous.discovery.option_setup import _mounted_type
+from trio_smc.rendezvous.discovery.option_setup import mounted_type
 from trio_smc.rendezvous.discovery.tcp_option import mounts, own_cgroup
 place = os.fsdecode(bytes.fromhex(sys.argv[1]))
 os.makedirs(place)
@@ -34,7 +34,7 @@ try:
 except FileNotFoundError:
     cgroup = ""
 seen = [each.kind for each in mounts() if each.point == Path(place)]
-print(json.dumps([seen, _mounted_type(Path("/"), exactly=True), cgroup]))
+print(json.dumps([seen, mounted_type(Path("/"), exactly=True), cgroup]))
 """
 
 

@@ -164,7 +164,7 @@ async def test_names_of_a_killed_process_are_removed(
         assert len(names_below(private)) == 3
         # For a moment, a new name looks like that of a dead process, so no name is removed at once.
         assert client.announce(("127.0.0.1", 1), server.address) is None
-        monkeypatch.setattr(private_directory, "_STALE_AFTER", 0.0)
+        monkeypatch.setattr(private_directory, "STALE_AFTER", 0.0)
         if finder == "the next client":
             found = client.announce(("127.0.0.1", 1), server.address)
             left = 2
@@ -194,7 +194,7 @@ async def test_connections_after_a_cleaner_are_smc_r(
     removed: str, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Old names are removed, and the next connections are SMC-R."""
-    monkeypatch.setattr(publication, "_NAME_INTERVAL", 0.01)
+    monkeypatch.setattr(publication, "NAME_INTERVAL", 0.01)
     discovery = Discovery(private)
     async with serving(private) as server:
         await agree(discovery, server, server.address)

@@ -112,12 +112,12 @@ async def test_an_older_listener_comes_and_goes(
         assert found() is MISMATCH
         first.process.kill()
         await first.process.wait()
-        moment += lookup._EMPTY_HOLDS
+        moment += lookup.EMPTY_HOLDS
         assert found() is FallbackReason.PEER_NOT_CAPABLE
         assert len(sockets_below(private)) == 1, "the name of the dead process was not removed"
         async with older(release, private, "serve", port) as second:
             await second.line()
-            moment += lookup._EMPTY_HOLDS
+            moment += lookup.EMPTY_HOLDS
             assert found() is MISMATCH
 
 
@@ -239,13 +239,13 @@ async def test_hostile_clients_of_a_signpost(
 ) -> None:
     """The signpost disconnects silent clients after a while, and they delay no answer."""
     # Longer than a busy machine may suspend this process while the silent clients connect.
-    monkeypatch.setattr(older_releases, "_CLIENT_TIMEOUT", 1.0)
+    monkeypatch.setattr(older_releases, "CLIENT_TIMEOUT", 1.0)
     answer = messages.refused(MISMATCH)
     async with serving(private):
         [name] = signposts_below(private)
         with contextlib.ExitStack() as opened:
             silent = [
-                opened.enter_context(connected(name)) for _ in range(older_releases._MAX_CLIENTS)
+                opened.enter_context(connected(name)) for _ in range(older_releases.MAX_CLIENTS)
             ]
             await trio.testing.wait_all_tasks_blocked()
             excess = opened.enter_context(connected(name))
@@ -257,7 +257,7 @@ async def test_hostile_clients_of_a_signpost(
             garbage.send(os.urandom(1000))
             assert await received(garbage) == answer
             with contextlib.suppress(ConnectionError):
-                for _ in range(2 * older_releases._MAX_PACKETS):
+                for _ in range(2 * older_releases.MAX_PACKETS):
                     with contextlib.suppress(BlockingIOError):
                         garbage.send(b"more")
                     await trio.lowlevel.checkpoint()

@@ -162,7 +162,7 @@ async def test_a_proof_that_is_not_valid(change: str, private: Path, monkeypatch
 
 
 async def test_a_silent_listener_costs_only_the_timeout(private: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(proofs, "_PROOF_PATIENCE", SHORT)
+    monkeypatch.setattr(proofs, "PROOF_PATIENCE", SHORT)
     monkeypatch.setattr(proofs.Probe, "answer", lambda self: False)
     async with serving(private) as server:
         with trio.fail_after(PATIENCE):
@@ -184,7 +184,7 @@ async def test_another_client_is_sent_nothing(private: Path) -> None:
 async def test_a_probe_listens_until_the_client_has_connected(
     comes: bool, private: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(proofs, "_PROBE_TIMEOUT", 2.0 if comes else SHORT)
+    monkeypatch.setattr(proofs, "PROBE_TIMEOUT", 2.0 if comes else SHORT)
     async with serving(private) as server:
         answer = await raw_proof(private)
         if comes:
@@ -220,7 +220,7 @@ def test_a_client_that_leaves_early_does_not_block_the_probe() -> None:
 
 
 async def test_the_number_of_probes_is_limited(private: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(publication, "_MAX_PROBES", 1)
+    monkeypatch.setattr(publication, "MAX_PROBES", 1)
     async with serving(private):
         answer = await raw_proof(private)
         refused = await raw_proof(private)

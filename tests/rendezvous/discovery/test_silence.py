@@ -122,10 +122,10 @@ async def test_the_memory_of_silence_is_short_and_bounded(
         def remembered(port: int) -> bool:
             return lookups.silence(found, SOURCE[0], ("127.0.0.1", port)) is not None
 
-        ports = range(1, 2 * lookup._MOST_SILENCES)
+        ports = range(1, 2 * lookup.MOST_SILENCES)
         for port in ports:
             lookups.note_silence(found, ("127.0.0.1", port), FallbackReason.NOT_ACCEPTED)
-        assert [*filter(remembered, ports)] == [*ports[-lookup._MOST_SILENCES :]], "the newest"
+        assert [*filter(remembered, ports)] == [*ports[-lookup.MOST_SILENCES :]], "the newest"
         hour = found.searched + 3600
         monkeypatch.setattr(trio, "current_time", lambda: hour)
         assert not any(map(remembered, ports))

@@ -381,7 +381,7 @@ def test_spares_leave_room_for_requested_rmbs(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)
+    monkeypatch.setattr(rmb_module, "ROCE_RMB_SIZE", SMALL)
 
 
 @pytest.mark.pure

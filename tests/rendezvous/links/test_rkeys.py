@@ -503,7 +503,7 @@ def test_both_sides_have_equal_tables(
 ) -> None:
     """3.5.5.2.3, A.3.3: the sides make different numbers of RMBs before and after each link."""
     with pytest.MonkeyPatch.context() as patch, World() as world:
-        patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)  # one element in each RMB
+        patch.setattr(rmb_module, "ROCE_RMB_SIZE", SMALL)  # one element in each RMB
         client, server = world.side(), world.side()
         world.connect(client, server, size=SMALL)
         sides = (client, server)
@@ -540,7 +540,7 @@ def test_links_added_and_deleted_keep_both_sides_equal(
 ) -> None:
     """The same with ADD LINK and DELETE LINK: RNICs appear on one side or on both."""
     with pytest.MonkeyPatch.context() as patch, World() as world:
-        patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)  # one element in each RMB
+        patch.setattr(rmb_module, "ROCE_RMB_SIZE", SMALL)  # one element in each RMB
         client, server = sides = world.side(), world.side()
         call = world.connect(client, server, size=SMALL)
         left = list(counts)
@@ -580,8 +580,8 @@ def test_the_longer_list_decides_the_number_of_continuations(here: int, there: i
     """Figure 15, A.3.3: the server sends first, each message has two RTokens, and the side with the
     shorter list ends with empty messages."""
     with pytest.MonkeyPatch.context() as patch, World() as world:
-        patch.setattr(rmb_module, "_ROCE_RMB_SIZE", SMALL)
-        patch.setattr(own_rmbs, "_BURST_GAP", 0.0)  # no spares
+        patch.setattr(rmb_module, "ROCE_RMB_SIZE", SMALL)
+        patch.setattr(own_rmbs, "BURST_GAP", 0.0)  # no spares
         client, server = world.side(), world.side()
         world.connect(client, server, size=SMALL)
         elements(client, here, SMALL)

@@ -77,11 +77,11 @@ from trio_smc.rendezvous.discovery.waiting import wait_readable_until
 from trio_smc.rnic.soft.messages import VERSION
 from trio_smc.rnic.spinner import NEVER, Spinner
 
-__all__ = ["Announcement", "Announcer"]
+__all__ = ["FIRST_CHECK", "MOST_IGNORED", "MOST_OPEN", "Announcement", "Announcer"]
 
 _log = logging.getLogger(__name__)
 
-_FIRST_CHECK: Final = 0.02
+FIRST_CHECK: Final = 0.02
 """Seconds until the first check that an answer is still possible; each interval is twice as long as
 the previous one.  Chosen: the first connection to a plain server takes that much longer
 (docs/decisions.md)."""
@@ -111,7 +111,7 @@ SYN-ACK after one second (TCP_TIMEOUT_INIT)."""
 _CONNECT_TIME: Final = 127.0
 """Seconds that TCP tries to connect: 2**7 - 1 for the 6 repetitions of net.ipv4.tcp_syn_retries."""
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_MOST_IGNORED: Final = 64
+MOST_IGNORED: Final = 64
 """Datagrams other than ACCEPTED after which an announcement receives no more.  Chosen."""
 _CACHED_ADDRESSES: Final = 256
 """Addresses whose loopback address is cached.  Chosen."""
@@ -124,7 +124,7 @@ mark (`names`)."""
 _TRANSLATION_HOLDS: Final = 60.0
 """Seconds for which `Announcer.leads_to_listener` remembers its result.  Chosen: a new result takes
 about a millisecond."""
-_MOST_OPEN: Final = 4096
+MOST_OPEN: Final = 4096
 """Announcements that may be open at a time, each with a descriptor.  Chosen."""
 _DESCRIPTOR_SHARE: Final = 4
 """Announcements use at most this fraction (one fourth) of the descriptors that the process may
@@ -251,7 +251,7 @@ class Announcement:
         Returns the reason for a missing answer if the reason also holds for other connections to
         the address; otherwise None.
         """
-        pause = _FIRST_CHECK
+        pause = FIRST_CHECK
         # Place of the server's end at the last check, and the time since when it has been there.
         far, since = FarEnd.UNKNOWN, began
         while self._sock.fileno() >= 0:
@@ -264,7 +264,7 @@ class Announcement:
             # Empty datagrams do not count, and must not prevent the checks.
             if readable and moment < until:
                 continue
-            if pause == _FIRST_CHECK and moment > until + _CHECK_TOLERANCE:
+            if pause == FIRST_CHECK and moment > until + _CHECK_TOLERANCE:
                 # This process did not run, so the answer may come very soon.
                 pause *= 2
                 continue
@@ -295,7 +295,7 @@ class Announcement:
         if self._receive():
             self._owner.note_answer(self.destination, now(self._owner.timers) - began)
             return True
-        if self._ignored >= _MOST_IGNORED:
+        if self._ignored >= MOST_IGNORED:
             _log.info("same-host discovery: too many unexpected datagrams to %s", self.name)
             return True
         return False
@@ -374,7 +374,7 @@ class Announcement:
                     if message.kind is Kind.REFUSED:
                         self._refusal = message
                 self._ignored += 1
-                if self._ignored >= _MOST_IGNORED and not final:
+                if self._ignored >= MOST_IGNORED and not final:
                     break
         except BlockingIOError:
             pass
@@ -452,6 +452,7 @@ class Announcer:
       timers, spinner: as above.
       closer: closes sockets to which other processes may have sent descriptors.
       names: the names of announcements.
+      most_open: the limit of open announcements.
     """
 
     def __init__(
@@ -474,7 +475,7 @@ class Announcer:
         # By address: seconds until an answer, and the time of the last answer.
         self._answer_times: dict[tuple[str, int], tuple[float, float]] = {}
         self._open: set[Announcement] = set()
-        self._most_open = _most_open()
+        self.most_open: int = _most_open()
         self._waiting_callers = trio.lowlevel.ParkingLot()
         self._warned = False
 
@@ -483,7 +484,7 @@ class Announcer:
     @property
     def is_full(self) -> bool:
         """True if the limit of open announcements is reached (`wait_for_place`)."""
-        return len(self._open) >= self._most_open
+        return len(self._open) >= self.most_open
 
     async def wait_for_place(self, *, required: bool) -> None:
         """Wait until another announcement is possible, at most a second.
@@ -737,8 +738,8 @@ def _without_wildcard(destination: tuple[str, int]) -> tuple[str, int]:
 def _most_open() -> int:
     """Limit of open announcements, so that enough descriptors remain for the program."""
     if sys.platform != "linux":
-        return _MOST_OPEN
+        return MOST_OPEN
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return _MOST_OPEN
-    return min(_MOST_OPEN, max(limit // _DESCRIPTOR_SHARE, 1))
+        return MOST_OPEN
+    return min(MOST_OPEN, max(limit // _DESCRIPTOR_SHARE, 1))

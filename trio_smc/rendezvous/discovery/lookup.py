@@ -12,7 +12,7 @@ A listener is alive if a datagram socket can connect to its name.  ECONNREFUSED:
 socket.  Another error: a process of an older release has it (`discovery.older_releases`), so
 connections to the address are TCP, and the client knows the reason.  If a process of an older
 release starts or ends, the times of the directories may stay the same.  So a result without
-listeners is valid for at most `_EMPTY_HOLDS`.
+listeners is valid for at most `EMPTY_HOLDS`.
 
 Listeners of other network namespaces are kept apart, because they must first prove that the address
 leads to them (`discovery.proofs`).  The result is valid for ten seconds.
@@ -47,7 +47,7 @@ from trio_smc.rendezvous.discovery.older_releases import (
 )
 from trio_smc.rendezvous.discovery.proofs import Listener, Proofs
 
-__all__ = ["AnySocket", "Found", "Lookups"]
+__all__ = ["EMPTY_HOLDS", "MOST_SILENCES", "SILENCE_HOLDS", "AnySocket", "Found", "Lookups"]
 
 _SO_NETNS_COOKIE: Final = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
 _MOST_LISTENERS: Final = 64
@@ -59,7 +59,7 @@ _SEARCH_INTERVAL: Final = 1.0
 _COMPARE_INTERVAL: Final = 0.01
 """Seconds between two comparisons of the directories with their former times, if a known listener
 still has its name.  Chosen: the comparison takes 10 µs, and the check of the name takes 2."""
-_EMPTY_HOLDS: Final = 10.0
+EMPTY_HOLDS: Final = 10.0
 """Seconds for which a result without listeners is valid, if the directories have not changed.
 Chosen: a search takes some tens of microseconds."""
 _PROOF_HOLDS: Final = 10.0
@@ -67,10 +67,10 @@ _PROOF_HOLDS: Final = 10.0
 _DISPROOF_HOLDS: Final = 60.0
 """Seconds for which an address counts as not proven after no process accepted a connection.
 Chosen; no measurement is recorded."""
-_SILENCE_HOLDS: Final = 60.0
+SILENCE_HOLDS: Final = 60.0
 """Seconds for which connections are TCP after no listener of their address answered.  Chosen; no
 measurement is recorded."""
-_MOST_SILENCES: Final = 256
+MOST_SILENCES: Final = 256
 """Addresses without an answer that are remembered.  Chosen."""
 
 AnySocket = trio.socket.SocketType | socket.socket
@@ -205,8 +205,7 @@ class Lookups:
         """
         known = self.known.get((namespace, *destination))
         if known is not None and (
-            known
-            or (now(self._timers) < known.searched + _EMPTY_HOLDS and known.stamps.unchanged())
+            known or (now(self._timers) < known.searched + EMPTY_HOLDS and known.stamps.unchanged())
         ):
             return known
         return self.search(namespace, source, destination)
@@ -278,10 +277,10 @@ class Lookups:
         """No listener of an address has answered: see `silence`."""
         key = (found.namespace, *destination)
         self._silences.pop(key, None)
-        if len(self._silences) >= _MOST_SILENCES:
+        if len(self._silences) >= MOST_SILENCES:
             del self._silences[next(iter(self._silences))]
         self._silences[key] = _Silence(
-            self.known.get(key, found), reason, now(self._timers) + _SILENCE_HOLDS
+            self.known.get(key, found), reason, now(self._timers) + SILENCE_HOLDS
         )
 
     def forget_silence(self, found: Found, destination: tuple[str, int]) -> None:
@@ -294,7 +293,7 @@ class Lookups:
     ) -> FallbackReason | None:
         """Why connections to an address are TCP whose listeners did not answer recently.
 
-        None: a listener has answered, a new listener has started, or `_SILENCE_HOLDS` is over.
+        None: a listener has answered, a new listener has started, or `SILENCE_HOLDS` is over.
 
         Raises DirectoryUnusable, OSError.
         """

@@ -45,6 +45,7 @@ __all__ = [
     "NAME_SIZE",
     "NONCE_SIZE",
     "PROOF_SIZE",
+    "REASONS",
     "TOKEN_SIZE",
     "Kind",
     "Message",
@@ -98,7 +99,7 @@ class Kind(IntEnum):
     """Client: the connection that you accepted is not the announced one."""
 
 
-_REASONS = {
+REASONS = {
     1: FallbackReason.LOCAL_VERSION_MISMATCH,
     2: FallbackReason.OTHER_USER,
     3: FallbackReason.HANDSHAKE_LIMIT,
@@ -111,7 +112,7 @@ _REASONS = {
     10: FallbackReason.PATH_NOT_PROVEN,
     11: FallbackReason.DIRECTORY_FULL,
 }
-_REASON_CODES = {reason: code for code, reason in _REASONS.items()}
+_REASON_CODES = {reason: code for code, reason in REASONS.items()}
 
 
 class Message(NamedTuple):
@@ -214,7 +215,7 @@ def decode_untrusted(data: bytes) -> Message:
         token = data[_HEAD.size : _TOKEN_END]
         return Message(Kind.ACCEPTED, True, None, bool(detail & 1), token, data[_TOKEN_END])
     if code == Kind.REFUSED:
-        reason = _REASONS.get(detail, FallbackReason.PEER_NOT_CAPABLE)
+        reason = REASONS.get(detail, FallbackReason.PEER_NOT_CAPABLE)
         return Message(Kind.REFUSED, is_common, reason)
     if not is_common:
         if code == Kind.ACCEPTED:

@@ -50,10 +50,10 @@ from trio_smc._base.resources import is_lack
 from trio_smc.host.descriptors import refuse_descriptors
 from trio_smc.host.private_directory import PATH_FLAGS, PrivateDirectory, own_credentials
 
-__all__ = ["DATAGRAM", "KIND", "Names", "announced_name", "send_to"]
+__all__ = ["DATAGRAM", "KIND", "MARK_HOLDS", "Names", "announced_name", "send_to"]
 
 _MARK: Final = "short-"
-_MARK_HOLDS: Final = 60.0
+MARK_HOLDS: Final = 60.0
 """Seconds for which a mark is valid.  Chosen."""
 DATAGRAM: Final = int(socket.SOCK_DGRAM) | int(getattr(socket, "SOCK_NONBLOCK", 0))
 """The type of all sockets of discovery."""
@@ -94,7 +94,7 @@ def send_to(sender: socket.socket, message: bytes) -> bool:
 
 
 def _is_fresh(mark: os.stat_result) -> bool:
-    return abs(time.time() - mark.st_mtime) < _MARK_HOLDS
+    return abs(time.time() - mark.st_mtime) < MARK_HOLDS
 
 
 def _remove_marks(directory: PrivateDirectory) -> None:

@@ -61,17 +61,25 @@ from trio_smc.host.tcp import end_waits
 from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.waiting import wait_readable_until
 
-__all__ = ["Signpost", "connects", "is_signpost", "signpost_name"]
+__all__ = [
+    "CLIENT_TIMEOUT",
+    "MAX_CLIENTS",
+    "MAX_PACKETS",
+    "Signpost",
+    "connects",
+    "is_signpost",
+    "signpost_name",
+]
 
 _SUFFIX: Final = ".older"
 _BACKLOG: Final = 64
-_MAX_CLIENTS: Final = 16
+MAX_CLIENTS: Final = 16
 """Clients that a signpost serves at a time, each with a descriptor.  A further client gets its
 answer at once, and the signpost closes the connection.  Chosen."""
-_CLIENT_TIMEOUT: Final = 2.0
+CLIENT_TIMEOUT: Final = 2.0
 """Seconds for which a client may keep its connection.  Chosen: a client of an older release sends
 its ANNOUNCE as soon as it is connected, and closes the connection when the answer arrives."""
-_MAX_PACKETS: Final = 64
+MAX_PACKETS: Final = 64
 """Packets that a signpost receives from one client: the first ANNOUNCE, and those that the client
 sends before the answer arrives.  Chosen."""
 _CAPACITY_PAUSE: Final = 0.5
@@ -162,14 +170,14 @@ class Signpost:
 
     async def _serve(self, client: socket.socket, timers: Timers | None) -> None:
         """Answer the first packet of a client, and wait until the client closes."""
-        is_excess = len(self._clients) > _MAX_CLIENTS
-        deadline = now(timers) + _CLIENT_TIMEOUT
+        is_excess = len(self._clients) > MAX_CLIENTS
+        deadline = now(timers) + CLIENT_TIMEOUT
         try:
             with contextlib.suppress(OSError, ProtocolError, trio.ClosedResourceError):
                 if is_excess:
                     client.send(_ANSWER)
                     return
-                for number in range(_MAX_PACKETS):
+                for number in range(MAX_PACKETS):
                     if not await wait_readable_until(client, timers, deadline):
                         return
                     if not receive_bytes(client, messages.MAX_SIZE):

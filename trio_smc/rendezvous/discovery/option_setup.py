@@ -29,6 +29,7 @@ from trio_smc.rendezvous.discovery.tcp_option import (
 )
 
 __all__ = [
+    "mounted_type",
     "set_up_tcp_option",
     "tear_down_tcp_option",
 ]
@@ -109,7 +110,7 @@ def tear_down_tcp_option(*, pins: Path | str = DEFAULT_PINS) -> bool:
     pins = Path(os.path.abspath(pins))
     check_path(pins)
     removed = _remove(pins)
-    if _mounted_type(pins, exactly=True) == "bpf":
+    if mounted_type(pins, exactly=True) == "bpf":
         with _explained(f"listing {pins}"):
             # Names with dots belong to the kernel.
             empty = all("." in name for name in os.listdir(pins))
@@ -137,7 +138,7 @@ def _group_id(group: str | None) -> int | None:
 def make_directory(pins: Path) -> None:
     check_path(pins)
     with _explained(f"making {pins}"):
-        mounted = _mounted_type(pins) == "bpf"
+        mounted = mounted_type(pins) == "bpf"
         pins.mkdir(mode=0o755, parents=not mounted, exist_ok=True)
     # Checked again, because in a sticky directory another user may have made it first.
     check_path(pins)
@@ -195,7 +196,7 @@ def _remove(pins: Path) -> bool:
     return removed
 
 
-def _mounted_type(path: Path, *, exactly: bool = False) -> str | None:
+def mounted_type(path: Path, *, exactly: bool = False) -> str | None:
     """Type of the file system that contains ``path``.
 
     exactly: of the file system that is mounted on ``path`` itself; None: there is none.

@@ -38,12 +38,12 @@ from trio_smc.rendezvous.discovery import messages
 from trio_smc.rendezvous.discovery.messages import Kind, Message
 from trio_smc.rendezvous.discovery.names import Names, send_to
 
-__all__ = ["Listener", "Probe", "Proofs", "reply_name"]
+__all__ = ["PROBE_TIMEOUT", "PROOF_PATIENCE", "Listener", "Probe", "Proofs", "reply_name"]
 
-_PROOF_PATIENCE: Final = 1.0
+PROOF_PATIENCE: Final = 1.0
 """Seconds that a client waits for the proofs of all listeners together.  Chosen; no measurement is
 recorded."""
-_PROBE_TIMEOUT: Final = 2.0
+PROBE_TIMEOUT: Final = 2.0
 """Seconds that a server listens for a proof.  Chosen: longer than the client waits."""
 _IFNAMSIZ: Final = 16
 _SO_NETNS_COOKIE: Final = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
@@ -139,7 +139,7 @@ class Proofs:
                     lacks.append(error)
                 _log.debug("same-host discovery: no proof: %s", error)
 
-        with trio.move_on_after(_PROOF_PATIENCE):
+        with trio.move_on_after(PROOF_PATIENCE):
             async with trio.open_nursery() as nursery:
                 for waiting, listener in self._waiting.values():
                     nursery.start_soon(receive, waiting, listener)
@@ -241,7 +241,7 @@ class Probe:
     async def run(self) -> None:
         """Wait for the client, and close the socket."""
         with self.listener, self._scope:
-            self._scope.deadline = trio.current_time() + _PROBE_TIMEOUT
+            self._scope.deadline = trio.current_time() + PROBE_TIMEOUT
             try:
                 while True:
                     await trio.lowlevel.wait_readable(self.listener)

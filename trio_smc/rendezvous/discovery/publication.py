@@ -52,16 +52,16 @@ from trio_smc.rnic.soft.messages import VERSION
 from trio_smc.rnic.spinner import Spinner
 from trio_smc.wire.clc import EYE_CATCHER, MAX_MESSAGE_SIZE
 
-__all__ = ["Answerer", "Claim", "Publication"]
+__all__ = ["MAX_PROBES", "NAME_INTERVAL", "Answerer", "Claim", "Publication"]
 
 _log = logging.getLogger(__name__)
 
 _MESSAGES_AT_ONCE: Final = 64
 """Messages that are handled before other tasks run.  Chosen; no measurement is recorded."""
-_NAME_INTERVAL: Final = 10.0
+NAME_INTERVAL: Final = 10.0
 """Seconds between checks that the socket still has its name.  Chosen."""
 _ANY: Final = ("0.0.0.0", "::")
-_MAX_PROBES: Final = 16
+MAX_PROBES: Final = 16
 """Proofs of one listener that are under way at a time, each with a descriptor.  Chosen."""
 
 
@@ -346,7 +346,7 @@ class Publication:
                 async with trio.open_nursery() as self._nursery:
                     self._start_signpost(self._nursery)
                     while self._made is not None and not self._abandoned:
-                        with move_on_after(self.answerer.timers, _NAME_INTERVAL) as timeout:
+                        with move_on_after(self.answerer.timers, NAME_INTERVAL) as timeout:
                             await self._receive_some()
                         if timeout.cancelled_caught:
                             self._keep_name()
@@ -436,7 +436,7 @@ class Publication:
             raise OSError(errno.EPERM, "a default directory, or not the listener's network")
         if self.address[0] not in (*_ANY, messages.parties(connection)[1]):
             raise OSError(errno.EADDRNOTAVAIL, "this listener has another address")
-        if len(self.probes) >= _MAX_PROBES:
+        if len(self.probes) >= MAX_PROBES:
             loser = self._shares.oldest_of_largest(user)
             if loser is None:
                 raise OSError(errno.EMFILE, "too many proofs are under way")

@@ -275,7 +275,7 @@ class TcpOption:
         """
         if self._loaded is not None:
             return None
-        if self._words is not None:  # its pin was removed, and so the program has ended
+        if self._words is not None:  # the pin was removed, and so the program has ended
             self.close()
         if self._may_load:
             try:

@@ -435,7 +435,7 @@ class LinkDeletion:
                 link.machine.send("stay")
                 group.mover.link_stays(link)
             if link.rnic not in group.usable_rnics():
-                self._demand.replace(link)  # its RNIC is being drained
+                self._demand.replace(link)  # the RNIC is being drained
 
     def _cancel_deletion(self, link: Link, lost: Link) -> bool:
         """Cancel the deletion of ``link``; False if there is none, or it is too late."""

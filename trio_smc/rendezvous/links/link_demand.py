@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.links.context import Exchange, Group
     from trio_smc.rendezvous.links.link import Link
 
-__all__ = ["LinkDemand"]
+__all__ = ["FIRST_RETRY", "LinkDemand"]
 
 
-_FIRST_RETRY: Final = 10.0
+FIRST_RETRY: Final = 10.0
 _LAST_RETRY: Final = 320.0
 """Seconds until a failed link is tried again (C.8): from the first value, doubled each time, to the
 last. Chosen; docs/decisions.md, "when a failed second link is tried again". After a rejection the
@@ -43,7 +43,7 @@ class LinkDemand:
         self.wanted: bool = False
         self.idle_link_deleted = False
         self.notified: bool = False
-        self._delay = _FIRST_RETRY
+        self._delay = FIRST_RETRY
         self._timer: Timer | None = None
         self._news = False
         self._paused = False
@@ -78,7 +78,7 @@ class LinkDemand:
         """The client has notified this server of an RNIC for a further link (3.5.5.1.2)."""
         if not self._client_notified:
             self._client_notified = True
-            self._delay = _FIRST_RETRY
+            self._delay = FIRST_RETRY
             self.close()
         self.want()
 
@@ -102,7 +102,7 @@ class LinkDemand:
         """
         if not self.notified:
             self.close()
-            self._delay = _FIRST_RETRY
+            self._delay = FIRST_RETRY
         self.notified = False
         self.retry_failed()
 
@@ -130,7 +130,7 @@ class LinkDemand:
     def on_link_added(self) -> None:
         """A link was added, so a link whose RNIC is being removed can be deleted."""
         self.close()
-        self._delay = _FIRST_RETRY
+        self._delay = FIRST_RETRY
         self._client_notified = False
         replaced, self._replaced = self._replaced, None
         if replaced is not None and replaced.rnic not in self._group.usable_rnics():

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from trio_smc.rnic.verbs import MemoryRegion, Rnic
 
 __all__ = [
+    "BURST_GAP",
     "MAX_DELETED",
     "RMB_IDLE",
     "OwnRmbs",
@@ -60,7 +61,7 @@ _Done = Callable[["Rmbe | None"], None]
 _Waiter = tuple[_Done, "Link | None"]
 """A callback, and the link of its connection."""
 
-_BURST_GAP: Final = 1.0
+BURST_GAP: Final = 1.0
 """The longest time in seconds between two connections of a burst. Chosen, far above the time that
 creating an RMB takes, so that a spare RMB is ready. Less frequent connections can wait for the
 peer's reply."""
@@ -340,7 +341,7 @@ class OwnRmbs:
         before = self._last_request.get(size, -math.inf)
         self._last_request[size] = now
         if (
-            now - before < _BURST_GAP
+            now - before < BURST_GAP
             and not self._waiting  # one at a time
             and not self.pool.has_free(size)
             and len(self._regions) < MAX_RMBS - _RESERVED_RMBS

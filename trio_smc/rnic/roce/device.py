@@ -46,9 +46,7 @@ from trio_smc.rnic.verbs import (
     RnicEvent,
 )
 
-__all__ = [
-    "VerbsRnic",
-]
+__all__ = ["RESOLVED_FOR", "VerbsRnic"]
 
 
 _log = logging.getLogger("trio_smc.rnic")
@@ -58,7 +56,7 @@ _BATCH: Final = 16
 _CQ_SIZE: Final = 32767
 """The largest completion queue of soft-RoCE.  It has room for all requests that 63 queue pairs can
 have posted."""
-_RESOLVED_FOR: Final = 0.1
+RESOLVED_FOR: Final = 0.1
 """Seconds for which a resolved address counts as known.  Chosen: the caller checks the address and
 connects at once, so this only saves the second query."""
 
@@ -376,5 +374,5 @@ class VerbsRnic(Rnic):
         if not contains_mac(gid, own):
             if not neighbours.is_known(gid, own.value, own.ifindex):
                 return False
-            self._resolved_gid, self._resolved_until = gid, time.monotonic() + _RESOLVED_FOR
+            self._resolved_gid, self._resolved_until = gid, time.monotonic() + RESOLVED_FOR
         return True

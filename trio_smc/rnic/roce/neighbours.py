@@ -29,10 +29,7 @@ from trio_smc.host.routes import (
     route_type,
 )
 
-__all__ = [
-    "is_direct",
-    "is_known",
-]
+__all__ = ["is_direct", "is_known", "resolve"]
 
 
 _UNICAST: Final = 1  # RTN_UNICAST
@@ -66,7 +63,7 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
     if state is None or state & _USABLE:
         return True
     if state != _INCOMPLETE:
-        _resolve(destination, interface)
+        resolve(destination, interface)
     return False
 
 
@@ -94,7 +91,7 @@ def _neighbour_state(hop: str, interface: int) -> int | None:
     return neighbour_state(found[0]) if found else None
 
 
-def _resolve(destination: str, interface: int) -> None:
+def resolve(destination: str, interface: int) -> None:
     """Make the kernel query the network for the MAC address.  Never waits."""
     v6 = ":" in destination
     with contextlib.suppress(OSError), _datagrams(v6=v6) as sock:

@@ -33,6 +33,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from trio_smc.rnic.verbs import RnicError
 
 __all__ = [
+    "ACK_TIMEOUT",
+    "RETRY_COUNT",
     "ROCE_V1",
     "ROCE_V2",
     "Closable",
@@ -49,6 +51,8 @@ __all__ = [
     "Verbs",
     "Wc",
     "load",
+    "open_event_files",
+    "with_event_file",
 ]
 
 
@@ -62,8 +66,8 @@ ROCE_V2 = 2
 # SMC_QP_MIN_RNR_TIMER) except for the retry count, which is 7 there: with 7 soft-RoCE retries for
 # ever and never reports a lost peer.  With 15 and 6 soft-RoCE reports the loss after 0.94 s
 # (4.096 µs x 2^15 x 7).
-_ACK_TIMEOUT = 15
-_RETRY_COUNT = 6
+ACK_TIMEOUT = 15
+RETRY_COUNT = 6
 _RNR_RETRY = 7
 _MIN_RNR_TIMER = 5
 
@@ -179,7 +183,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _open_event_files() -> set[int]:
+def open_event_files() -> set[int]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -190,12 +194,12 @@ def _open_event_files() -> set[int]:
     return found
 
 
-def _with_event_file(make: Callable[[], _T]) -> tuple[_T, int]:
+def with_event_file(make: Callable[[], _T]) -> tuple[_T, int]:
     # The lock, because two threads could not tell their new files apart.
     with _event_files:
-        before = _open_event_files()
+        before = open_event_files()
         made = make()
-        (fd,) = _open_event_files() - before
+        (fd,) = open_event_files() - before
     os.set_blocking(fd, False)
     return made, fd
 
@@ -272,7 +276,7 @@ class Verbs:
 
     def context(self, device: str) -> tuple[Context, int]:
         """Open a device; returns it and the descriptor of its asynchronous events."""
-        return _with_event_file(lambda: self._lib.device.Context(name=device))
+        return with_event_file(lambda: self._lib.device.Context(name=device))
 
     @staticmethod
     def gids(context: Context, port: int) -> list[Gid]:
@@ -285,7 +289,7 @@ class Verbs:
 
     def channel(self, context: Context) -> tuple[CompChannel, int]:
         """A completion channel and its descriptor."""
-        return _with_event_file(lambda: self._lib.cq.CompChannel(context))
+        return with_event_file(lambda: self._lib.cq.CompChannel(context))
 
     def cq(self, context: Context, cqe: int, channel: CompChannel) -> Cq:
         made: Cq = self._lib.cq.CQ(context, cqe, None, channel, 0)
@@ -345,7 +349,7 @@ class Verbs:
     def modify_to_rts(self, qp: Qp, *, psn: int) -> None:
         e = self._enums
         attr = self._lib.qp.QPAttr(qp_state=e.IBV_QPS_RTS)
-        attr.timeout, attr.retry_cnt, attr.rnr_retry = _ACK_TIMEOUT, _RETRY_COUNT, _RNR_RETRY
+        attr.timeout, attr.retry_cnt, attr.rnr_retry = ACK_TIMEOUT, RETRY_COUNT, _RNR_RETRY
         attr.sq_psn, attr.max_rd_atomic = psn, 1
         mask = e.IBV_QP_STATE | e.IBV_QP_TIMEOUT | e.IBV_QP_RETRY_CNT | e.IBV_QP_RNR_RETRY
         qp.modify(attr, mask | e.IBV_QP_SQ_PSN | e.IBV_QP_MAX_QP_RD_ATOMIC)

@@ -53,6 +53,9 @@ __all__ = [
     "SendRing",
     "Sent",
     "no_doorbell",
+    "pack_slot",
+    "unpack_slot",
+    "uses_lock",
 ]
 
 
@@ -78,12 +81,12 @@ PORT_DOWN: Final = (1 << 64) - 2
 
 # A slot: the message's length, 7 bytes of padding, the message.
 _SLOT: Final = struct.Struct(f"<B7x{RECEIVE_SIZE}s")
-_pack_slot = _SLOT.pack_into
-_unpack_slot = _SLOT.unpack_from
+pack_slot = _SLOT.pack_into
+unpack_slot = _SLOT.unpack_from
 
 _RECV: Final = int(WcOpcode.RECV)
 
-_uses_lock: Final = VARIANT != "native"
+uses_lock: Final = VARIANT != "native"
 
 
 def no_doorbell() -> None:
@@ -183,7 +186,7 @@ class ReceiveRing:
             return False
         view, qp_num = self.memory.view, self.qp_num
         while tail < head:
-            size, data = _unpack_slot(view, _SLOTS_AT + (tail & _SLOT_MASK) * _SLOT_SIZE)
+            size, data = unpack_slot(view, _SLOTS_AT + (tail & _SLOT_MASK) * _SLOT_SIZE)
             if size > RECEIVE_SIZE:
                 return False
             self.tail = tail = tail + 1
@@ -208,11 +211,12 @@ class SendRing:
       posted: the word POSTED, alone.  If the value is `PORT_DOWN` or greater,
         the peer receives nothing.
       armed: the word ARMED as such a view; not 0 if the peer does not poll.
+      doorbell: as the parameter, or `no_doorbell`.
     """
 
     __slots__ = (
-        "_acquire", "_doorbell", "_head", "_memory", "_on_failed_ring", "_release", "_view",
-        "_words", "armed", "keys", "posted",
+        "_acquire", "_head", "_memory", "_on_failed_ring", "_release", "_view",
+        "_words", "armed", "doorbell", "keys", "posted",
     )  # fmt: skip
 
     def __init__(
@@ -227,7 +231,7 @@ class SendRing:
         self.posted: Words = memory.words(POSTED * 8, 8)
         self.armed: Words = memory.words(_ARMED * 8, 8)
         self._head = 0
-        self._doorbell = doorbell
+        self.doorbell = doorbell
         self._on_failed_ring = on_failed_ring
         self._acquire, self._release = fence_lock()
         self.keys: Words = memory.words(_KEYS_AT, KEYS * 8)
@@ -235,14 +239,14 @@ class SendRing:
     def ring_doorbell(self) -> None:
         """Wake the peer.  If the socket or the pipe is full, the peer is awake or will wake up."""
         try:
-            self._doorbell()
+            self.doorbell()
         except OSError as problem:
             if self._on_failed_ring is not None:
                 self._on_failed_ring(self, problem)
 
     def remove_doorbell(self) -> None:
         """Stop ringing the peer."""
-        self._doorbell = no_doorbell
+        self.doorbell = no_doorbell
 
     def put(self, data: bytes) -> int:
         """Publish one message of at most `RECEIVE_SIZE` bytes; return a value of `Sent`."""
@@ -252,17 +256,17 @@ class SendRing:
             refused = self._refusal()
             if refused:
                 return refused
-        _pack_slot(self._view, _SLOTS_AT + (head & _SLOT_MASK) * _SLOT_SIZE, len(data), data)
+        pack_slot(self._view, _SLOTS_AT + (head & _SLOT_MASK) * _SLOT_SIZE, len(data), data)
         self._head = head = head + 1
         words[_HEAD] = head
-        if _uses_lock:
+        if uses_lock:
             self._acquire(False)  # a fence
             self._release()
         else:
             fence()
         if words[_ARMED]:
             exchange(words, _ARMED, 0)  # a system call follows: the doorbell
-            ring = self._doorbell
+            ring = self.doorbell
             try:
                 ring()
             except OSError as problem:

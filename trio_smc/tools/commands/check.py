@@ -149,7 +149,7 @@ class Report:
     steps: list[Step] = field(default_factory=list)
     fallback: dict[str, Any] | None = None
     directory: str | None = None
-    """What is wrong with the private directory; None if nothing is."""
+    """The problem of the private directory; None if there is none."""
     settings: list[dict[str, Any]] = field(default_factory=list)
     """Name, value and origin of each field of `Config`."""
     server: dict[str, Any] | None = None
@@ -477,9 +477,9 @@ async def _server_view(
     ours, theirs = _normalized(our_address), _normalized(their_address)
     silent = SilentProcesses(quiet=True)
     for _ in range(_MAX_TRIES):
-        ask = partial(_query, directory, silent)
+        query = partial(_query, directory, silent)
         try:
-            snapshots = await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
+            snapshots = await trio.to_thread.run_sync(query, abandon_on_cancel=True)
         except ToolError:
             return None
         for snapshot in snapshots:

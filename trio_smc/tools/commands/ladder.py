@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(_plain(ladders, seen, options.limit))
     elif options.svg is not None and ladders:
         drawn = ladder_svg.picture(ladders, start=seen[0].time, limit=options.limit)
-        _write(drawn, options.svg)
+        write(drawn, options.svg)
     elif ladders:
         _print(ladders, seen, options)
     if damage:
@@ -116,7 +116,7 @@ def _print(ladders: Sequence[Ladder], seen: list[Seen], options: argparse.Namesp
         remaining -= len(ladder.rows)
 
 
-def _write(drawn: str, name: str) -> None:
+def write(drawn: str, name: str) -> None:
     if name == "-":
         print(drawn)
         return

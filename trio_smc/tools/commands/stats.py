@@ -88,7 +88,7 @@ it; 2 if no process uses trio_smc, or for bad input.
 """
 
 _size_seconds = seconds_up_to(MOST_SECONDS)
-_MOST_COLUMNS: Final = 4
+MOST_COLUMNS: Final = 4
 """Stacks that are columns by default; more are rows.  Chosen."""
 SIZE_COLUMNS: Final = (">SIZE", ">SENT", ">RECEIVED")
 _SUM: Final = "all"
@@ -237,7 +237,7 @@ def _print(counted: _CountersByStack, options: argparse.Namespace, title: str) -
     if options.json:
         print_json(_documents(counted))
         return
-    if options.layout == "rows" or (options.layout is None and len(counted) > _MOST_COLUMNS):
+    if options.layout == "rows" or (options.layout is None and len(counted) > MOST_COLUMNS):
         show(_as_rows(counted, title))
         return
     keys = list(dict.fromkeys(key for _, counters in counted.values() for key in counters))
