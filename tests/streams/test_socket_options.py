@@ -6,10 +6,13 @@ import errno
 import inspect
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from trio.testing import wait_all_tasks_blocked
 
 import trio_smc
@@ -42,6 +45,16 @@ async def pair(smc: Pairs) -> AsyncIterator[tuple[RdmaStream, RdmaStream]]:
     async with open_pair("stack", smc) as (client, server):
         assert isinstance(client, RdmaStream)
         assert isinstance(server, RdmaStream)
+        yield client, server
+
+
+@pytest.fixture
+async def plain_pair() -> AsyncIterator[tuple[trio.SocketStream, trio.SocketStream]]:
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        client = await trio.testing.open_stream_to_socket_listener(listener)
+        server = await listener.accept()
+    async with client, server:
         yield client, server
 
 
@@ -127,20 +140,59 @@ async def test_a_closed_stream_has_no_options(stream: SmcStream) -> None:
         assert caught.value.errno == errno.EBADF
 
 
-async def test_options_without_meaning_are_kept_and_returned(
-    pair: tuple[RdmaStream, RdmaStream],
+TIMES = [struct.pack("ll", seconds, 1000) for seconds in (0, 3, -1)]
+VALUES = [0, 1, 5, -1, 70_000, b"", b"\1", b"reno", b"no such name", *TIMES]
+
+
+def outcome_of(call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except OSError as error:
+        return error.errno
+
+
+async def test_options_of_tcp_have_the_values_and_errors_of_tcp(
+    pair: tuple[RdmaStream, RdmaStream], plain_pair: tuple[trio.SocketStream, trio.SocketStream]
 ) -> None:
+    keys = [row.key for row in OPTIONS if row.owner is Owner.TCP and row.key is not None]
+    # TCP_MAXSEG reads what the kernel has estimated from segments.
+    others = {(TCP, socket.TCP_INFO), (TCP, socket.TCP_MAXSEG), (SOL, socket.SO_BINDTODEVICE)}
+    for key in {*keys} - others:
+        for value in VALUES:
+            over_smc, over_tcp = (
+                [
+                    outcome_of(stream.setsockopt, *key, value),
+                    outcome_of(stream.getsockopt, *key),
+                    outcome_of(stream.getsockopt, *key, 16),
+                ]
+                for stream in (pair[0], plain_pair[0])
+            )
+            assert over_smc == over_tcp, (key, value)
+
+
+async def test_the_state_of_tcp_is_that_of_the_stream(
+    pair: tuple[RdmaStream, RdmaStream], plain_pair: tuple[trio.SocketStream, trio.SocketStream]
+) -> None:
+    def states(streams: tuple[Any, Any]) -> list[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = []
+        for stream in streams:
+            read: Any = partial(stream.getsockopt, TCP, socket.TCP_INFO)
+            found.append((read(1)[0], read(104)[0], read() & 0xFF))
+        return found
+
+    for ending in (None, 0, 1):
+        if ending is not None:
+            for streams in (pair, plain_pair):
+                both: tuple[Any, Any] = streams
+                await both[ending].send_eof()
+                assert await both[1 - ending].receive_some() == b""
+        with trio.fail_after(PATIENCE):
+            while states(pair) != states(plain_pair):  # noqa: ASYNC110  # an acknowledgement
+                await trio.sleep(0.001)
+
+
+async def test_options_without_a_meaning_over_smc(pair: tuple[RdmaStream, RdmaStream]) -> None:
     client, _ = pair
-    kept = [row.key for row in OPTIONS if row.owner is Owner.KEPT]
-    assert kept
-    for number, key in enumerate(filter(None, kept)):
-        before = client.socket.getsockopt(*key)
-        assert client.getsockopt(*key) == before, "an unset option has the value of TCP"
-        client.setsockopt(*key, 77 + number)
-        assert client.getsockopt(*key) == 77 + number
-        assert client.socket.getsockopt(*key) == before, "TCP keeps its own value"
-    client.setsockopt(TCP, socket.TCP_CONGESTION, b"reno")
-    assert client.getsockopt(TCP, socket.TCP_CONGESTION, 16) == b"reno"
     client.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0x20)
     assert client.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0x20
     assert client.socket.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0x20

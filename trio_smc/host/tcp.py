@@ -48,6 +48,8 @@ _CARRIED = struct.Struct("=B127xQ8xI52xQQ")
 bytes_sent, bytes_retrans."""
 # linux/tcp_states.h
 ESTABLISHED: Final = 1
+FIN_WAIT2: Final = 5
+"""This side's FIN has been acknowledged."""
 CLOSE: Final = 7
 """The connection is gone: the peer has reset it, or it was never open."""
 CLOSE_WAIT: Final = 8

@@ -10,7 +10,6 @@ from it.  Every option has one `Owner`:
 - links and TCP: keepalive tests links, and the TCP connection sends its own probes (RFC 7609,
   4.5.3);
 - closing: `RdmaStream.aclose` reads `StreamOptions.linger`;
-- kept: the option has no meaning for RDMA writes; its value is stored and returned;
 - refused: setting the option is an error;
 - TCP connection: the kernel applies the option.  Every option without a row has this owner.
 
@@ -47,7 +46,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from trio_smc.datapath.rmb import EYE_CATCHER
-from trio_smc.host.tcp import CLOSE
+from trio_smc.host.tcp import CLOSE, CLOSE_WAIT, ESTABLISHED, FIN_WAIT2
 
 if TYPE_CHECKING:
     import trio
@@ -121,7 +120,6 @@ class Owner(StrEnum):
     DATA_PATH = "data path"
     KEEPALIVE = "links and TCP"
     CLOSING = "closing"
-    KEPT = "kept"
     REFUSED = "refused"
     TCP = "TCP connection"
 
@@ -210,8 +208,6 @@ class StreamOptions:
             self._set_tcp(level, option, value, length)
         elif row.owner is Owner.REFUSED:
             raise OSError(errno.EOPNOTSUPP, f"{row.name} is not supported over SMC-R")
-        elif row.owner is Owner.KEPT:
-            self._keep_value((level, option), int_or_bytes(value))
         elif row.owner is Owner.CLOSING:
             self._set_tcp(level, option, value, length)
         elif row.write is None:
@@ -224,18 +220,26 @@ class StreamOptions:
         row = _BY_KEY.get((level, option))
         if row is not None and row.read is not None:
             return _in_requested_form(row.read(self), buffersize)
-        kept = self._kept.get((level, option))
-        if kept is not None and (row is None or row.owner is Owner.KEPT or self._tcp_closed):
-            return _in_requested_form(kept, buffersize)
         if self._tcp_closed:
+            kept = self._kept.get((level, option))
+            if kept is not None:
+                return _in_requested_form(kept, buffersize)
             with self._new_socket() as new:
                 if new is None:
                     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
                 value = new.getsockopt(level, option, buffersize or _INT.size)
             return _in_requested_form(value, buffersize)
+        if (level, option) == _TCP_INFO:
+            info = self._sock.getsockopt(level, option, buffersize or _INT.size)
+            return _in_requested_form(self._with_state(info), buffersize)
         if buffersize:
             return self._sock.getsockopt(level, option, buffersize)
         return self._sock.getsockopt(level, option)
+
+    def _with_state(self, info: bytes) -> bytes:
+        """struct tcp_info with the state that TCP would have if it carried the data."""
+        state = _STATE_OF_ENDS[self._core.write_closed, self._core.receiver.peer_done]
+        return bytes((state,)) + info[1:] if info[:1] == bytes((ESTABLISHED,)) else info
 
     def keep_values(self) -> None:
         """Read the options of the TCP connection, which ends now: a program may ask for them as
@@ -486,11 +490,6 @@ def _connection_error(options: StreamOptions) -> int:
     return 0 if error is None else error.errno or 0
 
 
-def _kept_rows(level: str, names: str, meaning: str) -> Iterator[Option]:
-    for name in names.split():
-        yield Option(level=level, name=name, owner=Owner.KEPT, meaning=meaning)
-
-
 def _tcp_rows(level: str, names: str, meaning: str) -> Iterator[Option]:
     for name in names.split():
         yield Option(level=level, name=name, owner=Owner.TCP, meaning=meaning)
@@ -587,14 +586,15 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "memory. On with 0 s: it does not wait, and resets the connection, as every other way to "
         "close does. On with n s: at most n seconds; the rest is sent in the background.",
     ),
-    *_kept_rows(
+    *_tcp_rows(
         "SOL_SOCKET", "SO_RCVLOWAT SO_SNDLOWAT SO_RCVTIMEO SO_SNDTIMEO",
-        "No meaning: tasks wait in Trio, not in the kernel.",
+        "No effect on the stream: tasks wait in Trio, not in the kernel.",
     ),
-    *_kept_rows(
+    *_tcp_rows(
         "IPPROTO_TCP", "TCP_QUICKACK TCP_NOTSENT_LOWAT TCP_MAXSEG TCP_WINDOW_CLAMP "
         "TCP_CONGESTION",
-        "No meaning: SMC-R has no segments, acknowledgements or congestion control of its own.",
+        "No effect on the stream: SMC-R has no segments, acknowledgements or congestion control of "
+        "its own.",
     ),
     Option(
         level="IPPROTO_TCP", name="TCP_ULP", number=31, owner=Owner.REFUSED,
@@ -609,13 +609,24 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "Applies to the packets of the TCP connection.",
     ),
     *_tcp_rows("IPPROTO_IP", "IP_TOS IP_TTL", "Applies to the packets of the TCP connection."),
-    *_tcp_rows("IPPROTO_TCP", "TCP_INFO", "The kernel's information about the TCP connection."),
+    *_tcp_rows(
+        "IPPROTO_TCP", "TCP_INFO",
+        "The kernel's information about the TCP connection. The state is the one that TCP would "
+        "have if it carried the data.",
+    ),
 )  # fmt: skip
 """The rows of docs/socket-options.md."""
 
 _BY_KEY: Final = {row.key: row for row in OPTIONS if row.key is not None}
 
 _TCP_INFO: Final = socket.IPPROTO_TCP, getattr(socket, "TCP_INFO", 11)
+_STATE_OF_ENDS: Final = {
+    (False, False): ESTABLISHED,
+    (True, False): FIN_WAIT2,
+    (False, True): CLOSE_WAIT,
+    (True, True): CLOSE,
+}
+"""The state of TCP, by "this side has ended sending" and "the peer's end has arrived"."""
 _LONGEST_VALUE: Final = 256
 """Bytes; the longest option, TCP_INFO, has 248 in Linux 6.18."""
 _KEPT_AT_END: Final = tuple(
@@ -646,11 +657,9 @@ fallback, they set and read options of the TCP socket. Over SMC-R:
 | --- | --- | --- |
 """
 _TAIL: Final = """
-"kept": the value is accepted without a check, stored and returned, without an effect. TCP refuses
-some values, such as an unknown name for TCP_CONGESTION (ENOENT). Every option that is not
-listed belongs to the TCP connection (`SmcStream.socket`). Accepted connections inherit SO_RCVBUF,
-SO_SNDBUF, SO_KEEPALIVE and its times, SO_LINGER, SO_OOBINLINE and TCP_USER_TIMEOUT from the
-listening socket (the buffer sizes since Linux 5.16).
+Every option that is not listed belongs to the TCP connection (`SmcStream.socket`). Accepted
+connections inherit SO_RCVBUF, SO_SNDBUF, SO_KEEPALIVE and its times, SO_LINGER, SO_OOBINLINE and
+TCP_USER_TIMEOUT from the listening socket (the buffer sizes since Linux 5.16).
 """
 
 
