@@ -214,6 +214,16 @@ def _write(sock: _Socket, data: bytes) -> bytes:
         return data
 
 
+def _note_end(negotiation: Negotiation, sock: _Socket, reader: ClcReader) -> bool:
+    """Fail if the peer has ended the TCP connection; False if it has not, or bytes came before."""
+    if peer_end(sock) == "none" or unread_bytes(_descriptor(sock)):
+        return False
+    if reader.halfway:
+        raise ProtocolError("the peer ended the connection within a CLC message")
+    negotiation.tcp_lost()
+    return True
+
+
 def _read(
     negotiation: Negotiation,
     sock: _Socket,
@@ -233,13 +243,8 @@ def _read(
     if number < 0:
         raise _given_up()
     try:
-        ended = woken and peer_end(sock) != "none"  # first: bytes may have come with the end
         if not arrived and not unread_bytes(number):
-            if ended and reader.halfway:
-                raise ProtocolError("the peer ended the connection within a CLC message")
-            if ended:
-                negotiation.tcp_lost()
-            return ended
+            return woken and _note_end(negotiation, sock, reader)
         message = None
         if isinstance(sock, stdlib_socket.socket):  # Trio's sockets have no `recv` that is a call
             arrived = arrived or sock.recv(MAX_MESSAGE_SIZE, stdlib_socket.MSG_PEEK)
