@@ -20,7 +20,7 @@ help:
 	@echo 'make demo       two programs of README, a file, processor time: SMC-R and TCP'
 	@echo 'make example    other programs on top: NAME=tls, web, websocket or anyio_echo'
 	@echo 'make quick      the tests of protocol and data path, without processes: under a minute'
-	@echo 'make test       all tests but benchmarks and long ones: six minutes on an idle machine with two cores'
+	@echo 'make test       all tests but benchmarks and long ones: at most six minutes on an idle machine with two cores'
 	@echo 'make test-long  the long tests: thousands of connections, a soak, suites of other projects'
 	@echo 'make where      names the tests of a module: make where trio_smc/rnic/pump.py'
 	@echo 'make pythons    the tests on every Python of this machine; ARGS=--debian13 in a root of that, too; --debian SUITE'
