@@ -109,7 +109,8 @@ def pytest_collection_finish() -> None:
     """Exclude all that exists before the first test from garbage collection.
 
     A collection while a test runs would otherwise visit 340,000 objects of modules and tests. That
-    doubled the time of tests that make many objects (`tests/states/test_differential.py`).
+    doubled the processor time of tests that make many objects (`tests/states/test_differential.py`
+    in a run that has collected all tests: 22 and 10 s).
     """
     gc.collect()
     gc.freeze()

@@ -44,6 +44,7 @@ LOGGER: Final = logging.getLogger("trio_smc.events")
 _ABORTS: Final = frozenset({"abort", "peer_abort", "links_lost", "rmbe_conflict", "close_timeout"})
 _ABORTED: Final = frozenset({"PEERABORTWAIT", "PROCESSABORT", "CLOSED"})
 _LIMIT: Final = 1000
+"""Events that wait for a reader of `open_events`; later ones are dropped.  Chosen."""
 _Names: TypeAlias = tuple[tuple[str, int] | None, tuple[str, int] | None]
 _UNKNOWN: Final[_Names] = (None, None)
 

@@ -16,7 +16,7 @@ _FLAGS: Final = (
     | getattr(os, "O_NOCTTY", 0)
     | getattr(os, "O_CLOEXEC", 0)
 )
-_PIECE: Final = 1 << 16
+_PIECE: Final = 1 << 16  # bytes of one read(2); chosen
 
 
 def open_regular_file(path: Path | str) -> int:

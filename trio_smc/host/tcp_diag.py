@@ -38,12 +38,12 @@ _INET_DIAG_BC_D_COND: Final = 8
 _SO_ORIGINAL_DST: Final = 80  # the same number for IPv4 and IPv6
 _SO_NETNS_COOKIE: Final = 71  # asm-generic/socket.h; 8 bytes
 _LOOPBACK: Final = 1  # the index of the loopback interface, in every network namespace
-_MOST_INTERFACES: Final = 64
+_MOST_INTERFACES: Final = 64  # of which each costs a request; chosen
 _ALL_STATES: Final = 0xFFFFFFFF
 _SYN_RECV: Final = 3
 _LISTEN: Final = 10
 _NO_COOKIE: Final = b"\xff" * 8
-_RECEIVE_SIZE: Final = 1 << 16
+_RECEIVE_SIZE: Final = 1 << 16  # bytes of one recv(2); chosen
 
 _HEADER: Final = struct.Struct("=IHHII")
 _REQUEST: Final = struct.Struct("=BBBBI")  # inet_diag_req_v2, before the socket's name

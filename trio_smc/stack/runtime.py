@@ -395,11 +395,19 @@ class Runtime:
         self._close_listeners()
         for work in list(self._under_way):
             work.cancel()
-        patience = self.config.shutdown_timeout
-        deadline = self.timers.now() + patience
+        deadline = self.timers.now() + self.config.shutdown_timeout
         await self._wait_while(lambda: bool(self._under_way), deadline)
         await _run_in_turns(map(self.unclosed.append, self.groups.close_open()))
         await self._wait_while(lambda: self.groups.has_unfinished, deadline)
+        await self._end_groups(deadline)
+
+    async def _end_groups(self, deadline: float) -> None:
+        """Terminate all link groups, and wait for the replies of their peers.
+
+        First all peers have a moment to reply, then peers on other hosts until ``deadline``, or
+        longer if that is near. After that no group waits for its peer, and timers end the groups.
+        """
+        patience = self.config.shutdown_timeout
         await _run_in_turns(self.groups.terminate_all())
         last = self.timers.now() + min(patience, _SAME_HOST_ANSWER)
         await self._wait_while(lambda: bool(self.groups.groups), last)

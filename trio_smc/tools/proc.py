@@ -24,7 +24,7 @@ _MAX_ENVIRONMENT: Final = 1 << 20
 _MAX_MAPS: Final = 1 << 23
 _MAX_TABLE: Final = 1 << 25
 """The same of a table, such as /proc/PID/net/tcp: enough for 200,000 sockets of 150 bytes."""
-_PIECE: Final = 1 << 16
+_PIECE: Final = 1 << 16  # bytes of one read(2); chosen
 _SOCK_STREAM: Final = "0001"
 """SOCK_STREAM in /proc/PID/net/unix."""
 

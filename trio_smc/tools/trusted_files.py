@@ -50,7 +50,7 @@ _MAX_PATH: Final = 4096
 _MAX_MOUNTINFO: Final = 1 << 22
 """Bytes of /proc/self/mountinfo.  Chosen; a line has about 150 bytes."""
 _OPEN_FLAGS: Final = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-_PIECE: Final = 65536
+_PIECE: Final = 65536  # bytes of one read(2); chosen
 
 
 class UntrustedPathError(Exception):

@@ -47,7 +47,7 @@ _PROG_SOCK_OPS, _ATTACH_SOCK_OPS = 13, 3
 _LINK_CGROUP: Final = 3  # enum bpf_link_type
 _NAME: Final = b"smc_option"
 _LICENCE: Final = b"Apache-2.0"  # the helpers of this program do not require the GPL
-_LOG_SIZE: Final = 1 << 16
+_LOG_SIZE: Final = 1 << 16  # bytes for the messages of the verifier; chosen
 
 
 @functools.cache

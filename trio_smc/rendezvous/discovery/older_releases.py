@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 _SUFFIX: Final = ".older"
-_BACKLOG: Final = 64
+_BACKLOG: Final = 64  # connections that may wait for `accept`; chosen
 MAX_CLIENTS: Final = 16
 """Clients that a signpost serves at a time, each with a descriptor.  A further client gets its
 answer at once, and the signpost closes the connection.  Chosen."""
