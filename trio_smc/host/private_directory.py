@@ -75,6 +75,7 @@ __all__ = [
 if sys.platform == "linux":  # only Linux uses this module; other systems may have no groups
     # Imported here, because a process that has given up its rights may not read modules any more.
     import grp
+    import pwd
 
     _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -107,12 +108,18 @@ class DirectoryUnusable(Exception):
 
     Attributes:
       reason: the fallback reason.
+      cause: the cause; the text of the exception is the cause and the remedy.
+      remedy: the remedy, or "" if there is none but that of the reason.
       number: the most similar error number.
     """
 
-    def __init__(self, reason: FallbackReason, text: str, number: int = errno.EPERM) -> None:
-        super().__init__(text)
+    def __init__(
+        self, reason: FallbackReason, cause: str, number: int = errno.EPERM, *, remedy: str = ""
+    ) -> None:
+        super().__init__(f"{cause}: {remedy}" if remedy else cause)
         self.reason = reason
+        self.cause = cause
+        self.remedy = remedy
         self.number = number
 
 
@@ -176,8 +183,8 @@ def shared_group(path: Path, found: os.stat_result) -> int | None:
     return found.st_gid
 
 
-def _why_not_shared(path: Path, found: os.stat_result) -> str | None:
-    """The reason why a group's directory is not shared, with a remedy that lets the group share it.
+def _why_not_shared(path: Path, found: os.stat_result) -> tuple[str, str] | None:
+    """The cause why a group's directory is not shared, and a remedy that lets the group share it.
 
     None if the directory is not for a group: it is a default directory, or it has no set-group-ID
     bit and not only its owner and the group can write there.
@@ -189,14 +196,18 @@ def _why_not_shared(path: Path, found: os.stat_result) -> str | None:
         return None
     group, mode = _group_name(found.st_gid), stat.S_IMODE(found.st_mode)
     if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_overflow_id(found.st_gid, "gid"):
-        return (
-            f"{path} is for the group {group}, and this process is not in that group: add its user "
-            f"{os.geteuid()} to the group (usermod -aG {group} USER), and start it again"
+        remedy = (
+            "its user is a member by now, so start it again from a new login"
+            if _is_member(found.st_gid)
+            else f"add its user {os.geteuid()} to the group (usermod -aG {group} USER), and start "
+            "it again"
         )
-    return (
+        return f"{path} is for the group {group}, and this process is not in that group", remedy
+    cause = (
         f"{path} has mode {mode:04o} where only 700 is private, and only {_SHARED_MODE:o} is "
-        f"shared; it is for the group {group}: chmod {_SHARED_MODE:o} {path} keeps it shared"
+        f"shared; it is for the group {group}"
     )
+    return cause, f"chmod {_SHARED_MODE:o} {path} keeps it shared"
 
 
 def _group_name(group: int) -> str:
@@ -205,6 +216,15 @@ def _group_name(group: int) -> str:
         return grp.getgrgid(group).gr_name
     except (KeyError, OSError):
         return str(group)
+
+
+def _is_member(group: int) -> bool:
+    """True if the user database has this user in a group.  The process may be older than that."""
+    try:
+        found = pwd.getpwuid(os.geteuid())
+        return group in os.getgrouplist(found.pw_name, found.pw_gid)
+    except (KeyError, OSError):
+        return False
 
 
 class PrivateDirectory:
@@ -270,7 +290,8 @@ class PrivateDirectory:
                 shared = _why_not_shared(path, os.lstat(path))
             problem = unusable(error, path)
             if shared is not None:
-                raise DirectoryUnusable(problem.reason, shared) from error
+                cause, remedy = shared
+                raise DirectoryUnusable(problem.reason, cause, remedy=remedy) from error
             raise problem from error
         found = os.fstat(descriptor)
         group = shared_group(path, found)
@@ -278,13 +299,14 @@ class PrivateDirectory:
             return cls(descriptor, group)
         if found.st_uid != os.geteuid():
             os.close(descriptor)
-            text = _why_not_shared(path, found) or f"{path} belongs to user {found.st_uid}"
-            raise DirectoryUnusable(FallbackReason.OTHER_USER, text)
+            whose = f"{path} belongs to user {found.st_uid}"
+            cause, remedy = _why_not_shared(path, found) or (whose, "")
+            raise DirectoryUnusable(FallbackReason.OTHER_USER, cause, remedy=remedy)
         if found.st_mode & 0o077:
             os.close(descriptor)
-            mode = f"{path} has mode {stat.S_IMODE(found.st_mode):o}"
-            text = _why_not_shared(path, found) or f"{mode} where only 700 is private"
-            raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text)
+            mode = f"{path} has mode {stat.S_IMODE(found.st_mode):o} where only 700 is private"
+            cause, remedy = _why_not_shared(path, found) or (mode, "")
+            raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, cause, remedy=remedy)
         return cls(descriptor, owner=found.st_uid)
 
     def below(self, path: str, *, create: bool = False) -> PrivateDirectory:
