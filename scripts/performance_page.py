@@ -150,13 +150,15 @@ def _cell(ratios: dict[str, list[float]], key: str) -> str:
 
 def listed(contents: Sequence[dict[str, Any]]) -> str:
     """The machines."""
-    lines = ["| processor | processors | caches | kernel | Python | measured |", "|---" * 6 + "|"]
+    heads = ("processor", "processors", "caches", "kernel", "Python", "software RNIC", "measured")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for content in contents:
         machine = content["machine"]
         caches = ", ".join(f"{name} {size}" for name, size in machine["caches"].items())
         lines.append(
             f"| {machine['processor']} | {machine['processors']} | {caches} | {machine['kernel']} "
-            f"| {machine['python']} | {'; '.join(_measured(content))} |"
+            f"| {machine['python']} | {machine.get('variant', 'not recorded')} "
+            f"| {'; '.join(_measured(content))} |"
         )
     return "\n".join(lines) + "\n"
 
