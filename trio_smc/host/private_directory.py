@@ -48,7 +48,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Final, NamedTuple, Self
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
@@ -61,6 +61,7 @@ __all__ = [
     "PrivateDirectory",
     "admits_user",
     "default_directories",
+    "default_directory",
     "is_admitted",
     "is_for_all_users",
     "is_named",
@@ -81,6 +82,8 @@ if sys.platform == "linux":  # only Linux uses this module; other systems may ha
     PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 else:
     _FLAGS = PATH_FLAGS = 0
+_RUNTIME: Final = "XDG_RUNTIME_DIR"
+"""The variable with the directory above a user's private directory."""
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMLINK})  # of inodes or room
 _HIDDEN = "."  # prefix of the name of a socket that does not listen yet
 _STALE_AFTER = 60.0
@@ -137,10 +140,36 @@ def unusable(error: OSError, path: Path) -> DirectoryUnusable:
     return DirectoryUnusable(reason, f"{path}: {error.strerror or error}", error.errno or errno.EIO)
 
 
-def default_directories() -> tuple[Path, ...]:
-    """The private directory if none is configured (the first), and the other default places.
+class DefaultDirectory(NamedTuple):
+    """The private directory if none is configured.
+
+    Attributes:
+      path: the directory.
+      origin: "XDG_RUNTIME_DIR" if the variable names it, else "default".
+    """
+
+    path: Path
+    origin: str
+
+
+def default_directory() -> DefaultDirectory:
+    """The private directory if none is configured.
 
     A relative XDG_RUNTIME_DIR has no effect, as the XDG Base Directory Specification demands.
+    """
+    runtime = os.environ.get(_RUNTIME, "")
+    if os.path.isabs(runtime):
+        return DefaultDirectory(Path(runtime) / "trio-smc", _RUNTIME)
+    return DefaultDirectory(_places()[0], "default")
+
+
+def default_directories() -> tuple[Path, ...]:
+    """The private directory if none is configured (the first), and the other default places."""
+    return tuple(dict.fromkeys((default_directory().path, *_places())))
+
+
+def _places() -> tuple[Path, ...]:
+    """The default places for a process without XDG_RUNTIME_DIR, the first of which it uses.
 
     Without XDG_RUNTIME_DIR the directory is on a tmpfs, if the system has one for all users.
     Discovery makes a name there for each connection, and on a disk that may wait for a journal
@@ -151,8 +180,7 @@ def default_directories() -> tuple[Path, ...]:
     places = [Path("/dev/shm", name), Path("/tmp", name)]
     if not is_for_all_users("/dev/shm"):
         places.reverse()
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return (Path(runtime) / "trio-smc", *places) if os.path.isabs(runtime) else tuple(places)
+    return tuple(places)
 
 
 def is_for_all_users(path: str) -> bool:

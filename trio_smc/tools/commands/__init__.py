@@ -29,7 +29,7 @@ from trio_smc import Config, SoftRnic, open_stack
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
 from trio_smc.tools.output import ToolError, error_text
 from trio_smc.tools.places import Places
-from trio_smc.tools.settings import settings_of
+from trio_smc.tools.settings import path_argument, settings_of
 from trio_smc.tools.users import add_users, places_of
 
 __all__ = [
@@ -243,7 +243,7 @@ def check_directory(options: argparse.Namespace) -> None:
 def directory(text: str) -> Path:
     """The argparse type of a private directory (`Config.directory`)."""
     try:
-        Config(directory=text)
+        Config(directory=path_argument(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return Path(text)

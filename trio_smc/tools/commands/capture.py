@@ -20,6 +20,7 @@ from trio_smc.tools.commands import (
     whole_number,
 )
 from trio_smc.tools.output import ToolError
+from trio_smc.tools.settings import path_argument
 
 NAME = "capture"
 SUMMARY = "write the SMC-R messages of a running process to a file for Wireshark"
@@ -50,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
+        type=path_argument,
         required=True,
         metavar="FILE",
         help='the file to create, with mode 0600; it replaces a file of this user; "-" is stdout',

@@ -19,6 +19,7 @@ from trio_smc.tools.commands import add_json, positive_count
 from trio_smc.tools.ladder import Ladder, Peer, address_text, read_ladders
 from trio_smc.tools.ladder_text import details, kind, title
 from trio_smc.tools.output import ToolError, print_json, print_line, print_problem
+from trio_smc.tools.settings import path_argument
 
 NAME = "ladder"
 SUMMARY = "draw a capture as a ladder diagram"
@@ -58,11 +59,14 @@ _MAX_MESSAGES: Final = 1_000_000
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help='a pcapng or pcap file; "-" is stdin'
+        "file", type=path_argument, metavar="FILE", help='a pcapng or pcap file; "-" is stdin'
     )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument(
-        "--svg", metavar="OUT", help='write an SVG picture and print nothing; "-" is stdout'
+        "--svg",
+        type=path_argument,
+        metavar="OUT",
+        help='write an SVG picture and print nothing; "-" is stdout',
     )
     add_json(shape)
     parser.add_argument(
@@ -85,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw the diagram."""
-    seen, damage = _read(options.file)
+    seen, damage = _read(Path(options.file))
     ladders = read_ladders(seen, options.connection)
     if options.json:
         print_json(_plain(ladders, seen, options.limit))

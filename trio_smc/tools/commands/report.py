@@ -20,7 +20,7 @@ from trio_smc.tools.output import (
     size,
     table,
 )
-from trio_smc.tools.settings import add_config, settings_of
+from trio_smc.tools.settings import add_config, path_argument, settings_of
 
 NAME = "report"
 SUMMARY = "collect what a bug report needs in one file"
@@ -48,7 +48,7 @@ written, or for bad input.
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "-o", "--output", metavar="FILE",
+        "-o", "--output", type=path_argument, metavar="FILE",
         help="the file to create, with mode 0600; it replaces a file of this user",
     )  # fmt: skip
     add_config(parser)

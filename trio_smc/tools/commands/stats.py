@@ -42,6 +42,7 @@ from trio_smc.tools.output import (
     size,
     table,
 )
+from trio_smc.tools.settings import path_argument
 from trio_smc.tools.tables import Table
 
 NAME = "stats"
@@ -135,10 +136,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--prometheus", dest="layout", action="store_const", const="prometheus",
                         help="print the metrics of trio-smc exporter once, for the textfile "
                         "collector of node_exporter")  # fmt: skip
-    parser.add_argument("--save", metavar="FILE",
+    parser.add_argument("--save", type=path_argument, metavar="FILE",
                         help="write the counters to a file for --since, with mode "
                         "0600")  # fmt: skip
-    parser.add_argument("--since", metavar="FILE",
+    parser.add_argument("--since", type=path_argument, metavar="FILE",
                         help="show the increase since the counters in this file")  # fmt: skip
     parser.add_argument("--sizes", type=_size_seconds, metavar="SECONDS",
                         help="count for so many seconds, at most 60, how large the pieces of data "
