@@ -28,7 +28,7 @@ def test_origins(named: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("TRIO_SMC_CONFIG", str(file))
     path = file if named == "argument" else None
     origin = str(file) if path else f"TRIO_SMC_CONFIG={file}"
-    assert set(load_settings().origins.values()) <= {"default", origin}
+    assert set(load_settings().origins.values()) <= {"default", "XDG_RUNTIME_DIR", origin}
     found = load_settings(path)
     assert (found.config.directory, found.config.receive_buffer) == ("/from/file", 65536)
     assert (found.origins["directory"], found.origins["receive_buffer"]) == (origin, origin)

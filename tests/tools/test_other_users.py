@@ -123,7 +123,7 @@ async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: 
         for words in (("drain", "soft0"), ("undrain", "soft0"), ("capture", pid, "-o", "-")):
             done = run_here(*words, "--user", USER)
             assert "unrecognized arguments: --user" in one_line(done)
-        assert "only the user of a process" in one_line(
+        assert "cannot be used with --user: only the user of a process" in one_line(
             await quick_command("stats", "--sizes", "1", *user)
         )
         output = one_line(await quick_command("ss", "--pid", pid))

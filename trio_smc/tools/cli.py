@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final, TextIO
 
 import trio_smc
-from trio_smc.tools.commands import Command, load
+from trio_smc.tools.commands import Command, check_rules, load
 from trio_smc.tools.output import (
     BAD_INPUT,
     PROGRAM,
@@ -81,6 +81,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         options, unknown = parser().parse_known_args(arguments)
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        check_rules(options)
         with contextlib.suppress(AttributeError):
             # The output's encoding may lack some characters, such as the arrow of `ss -v`.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

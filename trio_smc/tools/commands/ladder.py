@@ -15,7 +15,7 @@ from trio_smc.capture.dissection import Seen, dissect
 from trio_smc.capture.output_file import create
 from trio_smc.capture.pcapng import DamagedCapture, read
 from trio_smc.tools import ladder_svg, ladder_text
-from trio_smc.tools.commands import add_json, positive_count
+from trio_smc.tools.commands import add_json, exclude, positive_count
 from trio_smc.tools.ladder import Ladder, Peer, address_text, read_ladders
 from trio_smc.tools.ladder_text import details, kind, title
 from trio_smc.tools.output import ToolError, print_json, print_line, print_problem
@@ -62,13 +62,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "file", type=path_argument, metavar="FILE", help='a pcapng or pcap file; "-" is stdin'
     )
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument(
+    svg = shape.add_argument(
         "--svg",
         type=path_argument,
         metavar="OUT",
         help='write an SVG picture and print nothing; "-" is stdout',
     )
-    add_json(shape)
+    json_ = add_json(shape)
     parser.add_argument(
         "--connection",
         type=positive_count,
@@ -82,9 +82,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"the largest number of messages to draw; default: {_LIMIT}",
     )
-    parser.add_argument(
+    width = parser.add_argument(
         "--width", type=positive_count, default=100, metavar="N", help="columns; default: 100"
     )
+    exclude(parser, width, svg, json_, why="only text has columns")
 
 
 def run(options: argparse.Namespace) -> int:

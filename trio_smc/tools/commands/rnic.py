@@ -25,6 +25,7 @@ from trio_smc.tools.commands import (
     add_process,
     add_users,
     directories,
+    exclude,
     existing_directory,
     private_directory,
     why_no_software_rnic,
@@ -79,13 +80,15 @@ INTERFACE_COLUMNS: Final = ("RNIC", "SERVES", "~WHY")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_process(parser)
-    add_users(parser)
+    pid = add_process(parser)
+    users = add_users(parser)
     add_json(parser)
-    parser.add_argument(
+    interface = parser.add_argument(
         "--interface", metavar="NAME",
         help="which RNICs serve connections through this network interface, and why",
     )  # fmt: skip
+    why = "the answer is about a new process of this user"
+    exclude(parser, interface, pid, *users, why=why)
 
 
 def run(options: argparse.Namespace) -> int:
