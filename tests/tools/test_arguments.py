@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator
 from itertools import combinations
@@ -258,3 +259,48 @@ def with_a_process(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
     with serving_messages(directory, messages):
         place = [] if words[0] in ("reasons", "ladder") else ["--directory", str(directory)]
         return command_here(capsys, *words, *place)
+
+
+# --- JSON without any process --------------------------------------------------------------------
+
+
+WITHOUT_QUERY = {"check", "reasons", "ladder"}
+"""Commands with --json that print their own findings."""
+
+
+def queries() -> dict[str, Any]:
+    """The commands that have --json and query processes, with their empty documents."""
+    with_json = {
+        name for name, found in arguments().items() if any(each.dest == "json" for each in found)
+    }
+    return {each.NAME: each.EMPTY for each in load() if each.NAME in with_json - WITHOUT_QUERY}
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("pid", [(), ("--pid", "2147483647")], ids=["all", "pid"])
+@pytest.mark.parametrize("name", sorted(queries()))
+def test_without_a_process_json_is_empty_and_the_exit_code_that_of_the_text(
+    name: str, pid: tuple[str, ...], form: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rnic = ("soft0",) if name in ("drain", "undrain") else ()
+    done = command_here(capsys, name, *rnic, *pid, *form)
+    if name in ("rnic", "ueid", "report") and not pid:
+        # They also describe this machine.
+        assert done.code == 0, done.err
+        found = json.loads(done.out) if form else []
+        assert isinstance(found, list) or (found["stacks"] == [] and {*queries()[name]} <= {*found})
+        return
+    assert done.code == 2
+    [line] = done.err.splitlines()
+    assert line.startswith(f"trio-smc {name}: ")
+    if form:
+        assert json.loads(done.out) == queries()[name]
+    else:
+        assert done.out == ""
+
+
+def test_the_empty_document_of_top_has_its_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["top", "--json", "--count", "1", "--interval", "0.01"]
+    assert with_a_process(words, tmp_path, capsys).json.keys() == queries()["top"].keys()

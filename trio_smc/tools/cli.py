@@ -18,11 +18,13 @@ from trio_smc.tools.commands import Command, check_rules, load
 from trio_smc.tools.output import (
     BAD_INPUT,
     PROGRAM,
+    NoResult,
     ToolError,
     error_text,
     name_command,
     named_problems,
     print_error,
+    print_json,
     print_problem,
     print_text,
 )
@@ -106,6 +108,8 @@ def _run_command(options: argparse.Namespace) -> int:
         return command.run(options)
     except ToolError as error:
         print_problem(error.line(options))
+        if isinstance(error, NoResult) and getattr(options, "json", False):
+            print_json(command.EMPTY)
         return error.code
 
 

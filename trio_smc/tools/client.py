@@ -37,7 +37,7 @@ from trio_smc._base.release import RELEASE
 from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
-from trio_smc.tools.output import ToolError, print_problem, user_name
+from trio_smc.tools.output import NoResult, ToolError, print_problem, user_name
 from trio_smc.tools.places import Places, identity_of
 from trio_smc.tools.proc import Process
 
@@ -101,11 +101,11 @@ _Silent = int | UserDirectory
 """A process number, or a directory."""
 
 
-class NoAnswer(ToolError):
+class NoAnswer(NoResult):
     """There are processes, and none of them sent a valid answer."""
 
 
-class NotOwner(ToolError):
+class NotOwner(NoResult):
     """A process or a directory belongs to another user.
 
     Args:
@@ -256,7 +256,8 @@ def take_snapshots(
     Raises:
       NoAnswer: the process ``pid`` sent no valid answer, or all answers are damaged; without
         ``silent`` also if no process sent an answer.
-      ToolError: the directory is not private, or there is no stack.
+      NoResult: there is no stack.
+      ToolError: the directory is not private.
     """
     request = control.encode({"want": list(want), **(more or {})})
     last = silent.last if silent is not None else ()
@@ -426,22 +427,22 @@ def _remove_leftovers(directory: Path) -> None:
         root.remove_leftovers()
 
 
-def _no_stack(directory: Path | Places, pid: int | None) -> ToolError:
+def _no_stack(directory: Path | Places, pid: int | None) -> NoResult:
     if isinstance(directory, Places):
         users = {each.uid for each in directory.all}
         whose = f"user {user_name(users.pop())}" if len(users) == 1 else "any user"
         number = f" and number {pid}" if pid else ""
-        return ToolError(f"no running process of {whose} has a stack{number}")
+        return NoResult(f"no running process of {whose} has a stack{number}")
     if pid is None:
-        return ToolError(f"no running process has a stack in {directory}")
+        return NoResult(f"no running process has a stack in {directory}")
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
     except OSError:
-        return ToolError(f"there is no process {pid}")
+        return NoResult(f"there is no process {pid}")
     if owner != os.geteuid():
         text = f"process {pid} belongs to user {owner}, and only that user may query it"
         return NotOwner(text, owner)
-    return ToolError(
+    return NoResult(
         f"process {pid} has no stack in {directory}: it does not use trio_smc, "
         "has another directory, or has Config(control=False)"
     )

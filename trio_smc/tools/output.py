@@ -25,6 +25,7 @@ from trio_smc.tools.tables import Marked, Style, Table, coloured
 __all__ = [
     "BAD_INPUT",
     "PROGRAM",
+    "NoResult",
     "Screen",
     "ToolError",
     "address",
@@ -82,6 +83,11 @@ class ToolError(Exception):
     def line(self, options: argparse.Namespace) -> str:
         """The text, with a remedy if that depends on the options that the command has."""
         return str(self)
+
+
+class NoResult(ToolError):
+    """A query has no result: there is no such process, or none answers.  With ``--json`` the
+    command's document without any item is printed, so that a script can read it, too."""
 
 
 _DUMB: Final = ("dumb", "unknown")

@@ -5,6 +5,7 @@ The module of a subcommand has
 - ``NAME``: its name on the command line,
 - ``SUMMARY``: one line for the list of commands, without a full stop,
 - ``DESCRIPTION``: paragraphs for ``--help``; ``EPILOG``: examples and exit codes,
+- ``EMPTY``, if it queries processes and has ``--json``: the document without any process,
 - ``configure(parser)``: adds its arguments,
 - ``run(options) -> int``: runs the command, and returns the exit code.  For bad input it raises
   `trio_smc.tools.output.ToolError` (exit code 2).
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from trio_smc import Config, SoftRnic, open_stack
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
@@ -99,6 +100,7 @@ class Command(Protocol):
 
     NAME: str
     SUMMARY: str
+    EMPTY: Any
     DESCRIPTION: str
     EPILOG: str
 

@@ -21,10 +21,11 @@ from trio_smc.tools.commands import (
     positive_seconds,
     private_directory,
 )
-from trio_smc.tools.output import ToolError, plain, print_json, print_line
+from trio_smc.tools.output import NoResult, ToolError, plain, print_json, print_line
 
 NAME = "drain"
 SUMMARY = "take an RNIC or a link group out of service, without losing data"
+EMPTY: Final[list[Any]] = []
 DESCRIPTION = """
 Take an RNIC out of service in all running processes of this user, or in the process of --pid: open
 connections move to links on other RNICs, and then the links of this RNIC are deleted in order
@@ -99,7 +100,7 @@ def change_service(
     answers = take_snapshots(directory, (change,), options.pid, silent=silent, more=more)
     done = [each for each in answers if each.drain is not None]
     if not done:
-        raise ToolError(_nothing(options, answers, change, silent))
+        raise NoResult(_nothing(options, answers, change, silent))
     left = _wait(directory, options, done, seconds) if change == "drain" else {}
     _print(options, subject, change, done, left)
     return INCOMPLETE if left else silent.exit_code

@@ -42,6 +42,7 @@ _IFF_LOOPBACK: Final = 8
 
 NAME = "rnic"
 SUMMARY = "list the RNICs of running processes and of a new one, and all RDMA devices"
+EMPTY: Final[dict[str, Any]] = {"stacks": []}
 DESCRIPTION = """
 List the RNICs (RDMA adapters, RFC 7609, 2.1) of running processes, the RNICs that a new process
 would use with the settings of the environment, and all RDMA devices of the machine with their

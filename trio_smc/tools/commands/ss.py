@@ -43,6 +43,7 @@ from trio_smc.tools.tables import Marked
 
 NAME = "ss"
 SUMMARY = "list connections: SMC-R or TCP, their state, and the reason for TCP"
+EMPTY: Final[list[Any]] = []
 DESCRIPTION = """
 List the connections of this user's running processes, and the addresses on which they listen.
 

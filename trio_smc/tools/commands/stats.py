@@ -33,6 +33,7 @@ from trio_smc.tools.commands import (
 )
 from trio_smc.tools.exposition import PARTS, exposition
 from trio_smc.tools.output import (
+    NoResult,
     ToolError,
     agreed,
     error_text,
@@ -49,6 +50,7 @@ from trio_smc.tools.tables import Table
 
 NAME = "stats"
 SUMMARY = "show counters: connections, fallbacks by reason and side, bytes, writes, failovers"
+EMPTY: Final[list[Any]] = []
 DESCRIPTION = """
 Show the counters of this user's running processes, with one column for each stack.  Without
 --interval the counters start at zero when the stack is opened; with --interval each column shows
@@ -365,7 +367,7 @@ def _show_sizes(options: argparse.Namespace, silent: SilentProcesses) -> int:
     )  # fmt: skip
     snapshots = [each for each in snapshots if each.sizes is not None]
     if not snapshots:
-        raise ToolError("no process has counted sizes; other releases may not know --sizes")
+        raise NoResult("no process has counted sizes; other releases may not know --sizes")
     if options.json:
         print_json([{"pid": s.pid, "stack": s.stack, **(s.sizes or {})} for s in snapshots])
         return silent.exit_code
