@@ -302,7 +302,8 @@ class PrivateDirectory:
         try:
             if create:
                 # Without parents: a wrong path must not become a new tree of directories.
-                path.mkdir(mode=0o700, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
             descriptor = os.open(path, _FLAGS)
         except FileNotFoundError:
             if create:

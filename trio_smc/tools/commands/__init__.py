@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from trio_smc import Config, SoftRnic, open_stack
+from trio_smc import Config, Settings, SoftRnic, open_stack
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
 from trio_smc.tools.output import ToolError, error_text
 from trio_smc.tools.places import Places
@@ -296,18 +296,26 @@ async def why_no_software_rnic(config: Config) -> str | None:
         return error_text(error)
 
 
-def check_directory(options: argparse.Namespace) -> None:
-    """Make the directory of ``--directory``, if it is missing, as the program or the proxy would.
+def check_directory(settings: Settings) -> str | None:
+    """Make the private directory, if it is missing, as the program or the proxy would.
+
+    Returns:
+      the problem and its consequence, if the environment, a file or the default names a directory
+      that cannot be used; else None.  Other connections work without the directory.
 
     Raises:
-      ToolError: it cannot be used, so that all connections would stay on TCP.
+      ToolError: the directory of ``--directory`` cannot be used.
     """
-    if options.directory is None:
-        return
+    origin = settings.origins["directory"]
     try:
-        PrivateDirectory.open(options.directory.absolute(), create=True).close()
+        PrivateDirectory.open(settings.config.private_directory().absolute(), create=True).close()
     except DirectoryUnusable as error:
-        raise ToolError(str(error)) from None
+        if origin == "--directory":
+            raise ToolError(str(error)) from None
+        named = "" if origin == "default" else f" ({origin})"
+        result = "fail" if settings.config.require_smc else "stay on TCP"
+        return f"{error}{named}; connections on this host {result}"
+    return None
 
 
 def directory(text: str) -> Path:
