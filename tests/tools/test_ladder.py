@@ -346,8 +346,10 @@ async def test_a_capture_of_this_implementation(
     assert main(["ladder", str(path), "--svg", str(tmp_path / "x.svg")]) == 0
     assert capsys.readouterr().out == ""
     ET.parse(tmp_path / "x.svg")
+    assert capsys.readouterr().err.startswith(f"trio-smc ladder: written: {tmp_path}/x.svg, ")
     assert main(["ladder", str(path), "--svg", "-"]) == 0
-    assert capsys.readouterr().out == (tmp_path / "x.svg").read_text(encoding="utf-8") + "\n"
+    drawn = (tmp_path / "x.svg").read_text(encoding="utf-8") + "\n"
+    assert capsys.readouterr() == (drawn, "")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])

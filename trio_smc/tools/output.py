@@ -50,6 +50,7 @@ __all__ = [
     "print_problem",
     "print_text",
     "print_unused",
+    "print_written",
     "show",
     "size",
     "table",
@@ -152,6 +153,14 @@ def name_command(name: str) -> None:
 def print_problem(text: object) -> None:
     """Print one line on stderr that begins with the name of the command, as argparse's errors."""
     print_error(f"{_name.get()}: {text}")
+
+
+def print_written(file: str, nbytes: int) -> None:
+    """Print on stderr that a file is complete; stdout ("-") is not named."""
+    if file != "-" and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            line = printable(f"{_name.get()}: written: {file}, {size(nbytes)}", None)
+            print(line, file=sys.stderr, flush=True)
 
 
 def print_unused(option: str, values: Iterable[str], what: str, known: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.commands import add_json, exclude, positive_count
 from trio_smc.tools.ladder import Ladder, Peer, address_text, read_ladders
 from trio_smc.tools.ladder_text import details, kind, title
-from trio_smc.tools.output import ToolError, print_json, print_line, print_problem
+from trio_smc.tools.output import ToolError, print_json, print_line, print_problem, print_written
 from trio_smc.tools.settings import path_argument
 
 NAME = "ladder"
@@ -130,6 +130,7 @@ def _write(drawn: str, name: str) -> None:
             file.write(drawn)
     except OSError as error:
         raise ToolError(f"cannot write {name}: {error.strerror}") from error
+    print_written(name, len(drawn.encode()))
 
 
 def _plain(ladders: Sequence[Ladder], seen: list[Seen], limit: int) -> list[dict[str, Any]]:
