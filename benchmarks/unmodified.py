@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import report
-from benchmarks.processes import Worker
+from benchmarks.processes import Worker, interrupts_deferred, terminated_together
 from benchmarks.programs.common import HOST
 from benchmarks.transports import BASE
 from benchmarks.workloads import Metric
@@ -129,16 +129,21 @@ def clients(
     """Start a program's client for each transport, each with a server of its own."""
     module = f"benchmarks.programs.{program}"
     here, there = cores
-    with contextlib.ExitStack() as stack:
-        found = {}
+    workers: list[Worker] = []
+    found = {}
+    with contextlib.ExitStack() as stack, terminated_together(workers):
         for transport, tree in transports.items():
             words = () if transport == BASE else under
-            server = Worker(module, "serve", str(directory), core=there, under=words, tree=tree)
-            reply = json.dumps(stack.enter_context(server).answer())
-            client = Worker(
-                module, "client", str(directory), reply, core=here, under=words, tree=tree
-            )
-            found[transport] = stack.enter_context(client)
+            with interrupts_deferred():
+                server = Worker(module, "serve", str(directory), core=there, under=words, tree=tree)
+                workers.append(stack.enter_context(server))
+            reply = json.dumps(server.answer())
+            with interrupts_deferred():
+                client = Worker(
+                    module, "client", str(directory), reply, core=here, under=words, tree=tree
+                )
+                workers.append(stack.enter_context(client))
+            found[transport] = client
             client.answer()  # wait until it is ready: its start would disturb the measurement
         yield found
 
