@@ -38,7 +38,7 @@ from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
 from trio_smc.tools.output import NoResult, ToolError, print_problem, user_name
-from trio_smc.tools.places import Places, identity_of
+from trio_smc.tools.places import Places, groups_of_processes, identity_of
 from trio_smc.tools.proc import Process
 
 __all__ = [
@@ -327,7 +327,7 @@ def take_untrusted(request: dict[str, Any]) -> dict[str, Any]:
     as values for JSON.  The request has the fields that `_take_places` sends."""
     round_ = _Round([], {})
     errors: list[str] = []
-    with identity_of(request["uid"]):
+    with identity_of(request["uid"], request["groups"]):
         for directory in request["directories"]:
             try:
                 _take(
@@ -359,12 +359,14 @@ def _take_places(
     users = list(by_uid.items())
     if places.truncated or len(users) > _MOST_USERS:
         print_problem("there are more users or directories than are inspected")
+    groups = groups_of_processes()
     deadline = time.monotonic() + TIMEOUT + seconds + _CHILD_START
     with contextlib.ExitStack() as exits:
         children = []
         for uid, directories in users[:_MOST_USERS]:
             message = {
-                "uid": uid, "directories": directories, "want": list(want), "pid": pid,
+                "uid": uid, "groups": sorted(groups.get(uid, ())), "directories": directories,
+                "want": list(want), "pid": pid,
                 "request": request.decode("latin-1"), "silent_before": list(silent_before),
                 "seconds": seconds,
             }  # fmt: skip
