@@ -156,6 +156,18 @@ async def test_root_inspects_a_process_with_a_group_of_its_own(theirs: Path) -> 
             done = await quick_command("ss", "--json", *words)
             assert pid in [each["pid"] for each in json.loads(done.out)], done.err
             assert f"user {USER}:" not in done.err
+        # A member of the group without a process of its own.
+        groups = os.getgroups()
+        os.setgroups([*groups, GROUP])
+        try:
+            done = await quick_command("ss", "--directory", theirs)
+        finally:
+            os.setgroups(groups)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"trio-smc ss: no running process of user root has a stack in {theirs}, which a group "
+        "shares; a process answers only its own user\n"
+    )
 
 
 @root_only

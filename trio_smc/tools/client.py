@@ -421,6 +421,15 @@ def _end_child(child: subprocess.Popen[bytes]) -> None:
         child.wait(_CHILD_END)
 
 
+def _is_shared(directory: Path) -> bool:
+    """True if a group shares the directory."""
+    try:
+        with contextlib.closing(PrivateDirectory.open(directory, create=False)) as root:
+            return root.group is not None
+    except (OSError, DirectoryUnusable):
+        return False
+
+
 def _remove_leftovers(directory: Path) -> None:
     """Remove what a dead process has left: its control socket is not its only one."""
     with contextlib.suppress(OSError, DirectoryUnusable), contextlib.ExitStack() as opened:
@@ -436,6 +445,11 @@ def _no_stack(directory: Path | Places, pid: int | None) -> NoResult:
         number = f" and number {pid}" if pid else ""
         return NoResult(f"no running process of {whose} has a stack{number}")
     if pid is None:
+        if _is_shared(directory):
+            return NoResult(
+                f"no running process of user {user_name(os.geteuid())} has a stack in {directory}, "
+                "which a group shares; a process answers only its own user"
+            )
         return NoResult(f"no running process has a stack in {directory}")
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
