@@ -178,12 +178,18 @@ Among the transports, `smc-r` is trio_smc with default settings, `-strict` with
 `Config(checkpoints="strict")`, `-nospin` with `Config(spin=0)`.
 
 """
+_NO_TRANSPORTS = """\
+No machine has a file with numbers of the transports of `make bench` yet. On a machine without other
+work `make bench ARGS="--both --machine"` writes them. The
+[comparison](comparison.md#measured-side-by-side) has Unix sockets, asyncio and uvloop.
+
+"""
 
 
 def transports(contents: Sequence[dict[str, Any]]) -> str:
-    """The names of the transports, and the plots that `draw` makes; "" without numbers."""
+    """The names of the transports, and the plots that `draw` makes, or how to measure them."""
     placed = {place for content in contents for place in content.get("transports", {})}
-    return (_TRANSPORTS if placed else "") + "".join(
+    return (_TRANSPORTS if placed else _NO_TRANSPORTS) + "".join(
         f"![transports, processes {place}](figures/{_picture(place)})\n" for place in sorted(placed)
     )
 
