@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     return 0 if ready else _install_python(extra)
 
 
-def _venv() -> Path:
+def choose_venv() -> Path:
     """The environment of make; another one at .venv is the user's, and stays as it is."""
     venv = ROOT / ".venv"
     if not venv.exists() or (venv / MARK).exists() or any(venv.glob(".ready-*")):
@@ -63,7 +63,7 @@ def _venv() -> Path:
     return ROOT / "build" / "venv"
 
 
-VENV = _venv()
+VENV = choose_venv()
 
 
 def _stamp(extra: str) -> Path:

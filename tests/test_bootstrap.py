@@ -66,8 +66,9 @@ def test_a_failed_installation_is_tried_again_with_new_lists(
 
 @pytest.mark.parametrize("owner", ["none", "user", "make", "earlier make"])
 def test_an_environment_of_the_user_is_not_changed(
-    owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    owner: str, tmp_path: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """The Makefile and the script choose the same environment."""
     (tmp_path / "Makefile").write_bytes((bootstrap.ROOT / "Makefile").read_bytes())
     (tmp_path / "pyproject.toml").touch()
@@ -84,19 +85,13 @@ def test_an_environment_of_the_user_is_not_changed(
         cwd=tmp_path, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
-    chosen = bootstrap._venv()
+    chosen = bootstrap.choose_venv()
     assert chosen == (tmp_path / "build" / "venv" if owner == "user" else here)
     assert f"\n{chosen.relative_to(tmp_path)}/bin/python -m examples.demo" in shown
     monkeypatch.setattr(bootstrap, "VENV", chosen)
-    ran: list[list[str]] = []
-
-    def run(command: list[str]) -> bool:
-        ran.append(command)
-        return True
-
-    monkeypatch.setattr(bootstrap, "_quiet", run)
-    assert bootstrap._install_python("cli") == 0
-    assert ran[-1][0] == str(chosen / "bin" / "python")
+    assert bootstrap.main(["cli"]) == 0
+    install = [command for command in commands if "pip" in command]
+    assert [command[0] for command in install] == [str(chosen / "bin" / "python")]
     assert ("your .venv stays as it is" in capsys.readouterr().out) == (owner == "user")
     assert (sorted(here.rglob("*")) == before) == (owner == "user")
-    assert bootstrap._venv() == chosen
+    assert bootstrap.choose_venv() == chosen

@@ -64,7 +64,7 @@ def running(tree: Path, *arguments: object) -> Iterator[Peer]:
             process.kill()
 
 
-def test_connections_between_releases_are_tcp_and_the_reason_says_so(
+def test_connections_between_releases_are_tcp_with_a_typed_reason(
     older: Path, runtime_directory: Path
 ) -> None:
     """Connections within a release are SMC-R at the same time."""
