@@ -1,7 +1,9 @@
 # Every target prepares what it needs by itself; afterwards that costs a twentieth of a second.
 # Needed beforehand: git, make, Python 3.11 or newer.
 PYTHON ?= python3
-BIN := .venv/bin
+# As in scripts/bootstrap.py: a .venv that make has not made is the user's.
+VENV := $(if $(wildcard .venv),$(if $(wildcard .venv/.made-by-make .venv/.ready-*),.venv,build/venv),.venv)
+BIN := $(VENV)/bin
 CASES ?= 50000
 JOBS ?= 3
 SEED ?=
@@ -42,7 +44,7 @@ help:
 	@echo 'make docs-check build them and check each in a browser: links, pictures, size and contrast of text'
 	@echo 'make campaigns  random bad input, CASES=50000 each, SEED=n to replay'
 	@echo 'make soak       TIME=600 seconds of kill -9, SIGSTOP and failing RNICs; SEED=n to replay'
-	@echo 'make clean      remove .venv and everything built'
+	@echo 'make clean      remove the .venv that make has made, and everything built'
 
 ready-bench:
 	@$(PYTHON) scripts/bootstrap.py bench
@@ -156,6 +158,6 @@ docs-check: ready-browser docs
 	@$(BIN)/python -m scripts.check_docs build/docs $(if $(SHOTS),--screenshots $(SHOTS))
 
 clean:
-	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache \
 	    .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

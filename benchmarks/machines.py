@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 
 import trio
 
+import trio_smc
 from benchmarks.report import Comparison, Earlier
 
 __all__ = ["DIRECTORY", "Kind", "earlier", "load", "path_of", "save", "this_machine"]
@@ -30,7 +31,8 @@ _CACHES: Final = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def this_machine() -> dict[str, Any]:
-    """Processor, number of processors, caches of one, kernel, Python and Trio."""
+    """Processor, number of processors, caches of one, kernel, Python, Trio, and the variant of the
+    software RNIC."""
     found = re.search(r"^model name\s*: (.+)$", _PROCESSORS.read_text(), re.MULTILINE)
     caches = {}
     for index in sorted(_CACHES.glob("index*")):
@@ -45,6 +47,7 @@ def this_machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "trio": trio.__version__,
+        "variant": trio_smc.SoftRnic.variant,
     }
 
 

@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Failed", "Worker"]
+__all__ = ["Failed", "Worker", "interrupts_deferred", "terminated_together"]
 
 
 class Failed(Exception):
@@ -57,9 +57,13 @@ class Worker:
     ) -> None:
         self.process.send_signal(signal.SIGCONT)
         if isinstance(error, KeyboardInterrupt):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGTERM)
+            self.signal_group(signal.SIGTERM)
         self.process.__exit__(kind, error, traceback)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to this process and to its descendants in the same process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -87,3 +91,38 @@ class Worker:
         if "error" in reply:
             raise Failed(reply["error"])
         return reply
+
+
+@contextlib.contextmanager
+def terminated_together(workers: Iterable[Worker]) -> Iterator[None]:
+    """Terminate all workers at the same time if Ctrl-C ends the block.
+
+    Otherwise a worker that still runs would print an error about the end of its peer.  A stopped
+    process handles SIGTERM as soon as it continues.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+            for worker in workers:
+                worker.signal_group(number)
+        raise
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C in the block at its end.
+
+    Otherwise a process that has just been started could be unknown to the code that terminates it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # SIGINT does not raise KeyboardInterrupt
+        return
+    pending: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _frame: pending.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pending:
+        raise KeyboardInterrupt

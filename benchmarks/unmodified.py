@@ -20,12 +20,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import report
-from benchmarks.processes import Worker
+from benchmarks.processes import Worker, interrupts_deferred, terminated_together
 from benchmarks.programs.common import HOST
 from benchmarks.transports import BASE
 from benchmarks.workloads import Metric
 
-__all__ = ["COMPILED", "RUN", "WORKLOADS", "Workload", "certificates", "clients", "measure"]
+__all__ = [
+    "COMPILED",
+    "RUN",
+    "WORKLOADS",
+    "Workload",
+    "certificates",
+    "clients",
+    "in_turn",
+    "measure",
+]
 
 RUN: Final = "trio-smc run"
 COMPILED: Final = "trio-smc run, compiled"
@@ -120,16 +129,21 @@ def clients(
     """Start a program's client for each transport, each with a server of its own."""
     module = f"benchmarks.programs.{program}"
     here, there = cores
-    with contextlib.ExitStack() as stack:
-        found = {}
+    workers: list[Worker] = []
+    found = {}
+    with contextlib.ExitStack() as stack, terminated_together(workers):
         for transport, tree in transports.items():
             words = () if transport == BASE else under
-            server = Worker(module, "serve", str(directory), core=there, under=words, tree=tree)
-            reply = json.dumps(stack.enter_context(server).answer())
-            client = Worker(
-                module, "client", str(directory), reply, core=here, under=words, tree=tree
-            )
-            found[transport] = stack.enter_context(client)
+            with interrupts_deferred():
+                server = Worker(module, "serve", str(directory), core=there, under=words, tree=tree)
+                workers.append(stack.enter_context(server))
+            reply = json.dumps(server.answer())
+            with interrupts_deferred():
+                client = Worker(
+                    module, "client", str(directory), reply, core=here, under=words, tree=tree
+                )
+                workers.append(stack.enter_context(client))
+            found[transport] = client
             client.answer()  # wait until it is ready: its start would disturb the measurement
         yield found
 
@@ -166,13 +180,30 @@ def measure(
                 if (WORKLOADS[name].program, WORKLOADS[name].under) == (program, under)
             ]
             with clients(program, under, directory, cores, transports) as workers:
-                for number in range(rounds):
-                    for name in ours:
-                        for transport in list(transports)[:: -1 if number % 2 else 1]:
-                            reply = workers[transport].call(
-                                workload=name.removesuffix("-learned"), seconds=seconds
-                            )
-                            pairs = zip(WORKLOADS[name].metrics, reply["values"], strict=True)
-                            for metric, value in pairs:
-                                numbers[metric.name][transport].append(value)
+                for name, transport, values in in_turn(workers, ours, rounds, seconds):
+                    for metric, value in zip(WORKLOADS[name].metrics, values, strict=True):
+                        numbers[metric.name][transport].append(value)
     return numbers
+
+
+def in_turn(
+    workers: Mapping[str, Worker], names: Sequence[str], rounds: int, seconds: float
+) -> Iterator[tuple[str, str, tuple[float, float]]]:
+    """Run each workload over each transport in every round, in alternating order.
+
+    Yields the name of the workload, the transport, and the values of the workload's metrics, as
+    soon as they are measured.
+
+    Args:
+      workers: the clients of one program, as from `clients`, by transport.
+      names: keys of `WORKLOADS` with that program.
+      seconds: length of each measurement, except for whole files.
+    """
+    for number in range(rounds):
+        for name in names:
+            for transport in list(workers)[:: -1 if number % 2 else 1]:
+                reply = workers[transport].call(
+                    workload=name.removesuffix("-learned"), seconds=seconds
+                )
+                first, second = reply["values"]
+                yield name, transport, (first, second)

@@ -52,6 +52,8 @@ CLEAR = 1.1
 # If other programs take more than this share of all processors, the measurement is disturbed.
 BUSY = 0.1
 Show = Callable[[str, int], None]
+# Called after each measurement of a program, with its name.
+Step = Callable[[str], None]
 # For each program and transport the values of each round: time or rate, and processor time.
 Values = dict[str, dict[str, list[tuple[float, float]]]]
 
@@ -136,19 +138,21 @@ def mode_of_a_connection() -> dict[str, Any]:
 def run_programs(rounds: int) -> Values:
     """Run the programs over SMC-R and over TCP in turn. Failed if a connection is not SMC-R."""
     values: Values = {name: {transport: [] for transport in NAMES} for name in PROGRAMS}
-    names = {"smc": unmodified.RUN, "tcp": BASE}
-    with tempfile.TemporaryDirectory(prefix="trio-smc-demo-") as directory:
+    names = {unmodified.RUN: "smc", BASE: "tcp"}
+    with (
+        tempfile.TemporaryDirectory(prefix="trio-smc-demo-") as directory,
+        steps(rounds * len(PROGRAMS) * len(NAMES)) as done,
+    ):
         under = unmodified.WORKLOADS["echo"].under
-        trees = dict.fromkeys(names.values())
         pinned = (None, None)  # not pinned
-        with unmodified.clients("plain", under, Path(directory), pinned, trees) as workers:
-            for number in range(rounds):
-                for name in PROGRAMS:
-                    for transport in sorted(NAMES, reverse=bool(number % 2)):
-                        worker = workers[names[transport]]
-                        reply = worker.call(workload=name, seconds=SECONDS)
-                        first, second = reply["values"]
-                        values[name][transport].append((first, second))
+        with unmodified.clients(
+            "plain", under, Path(directory), pinned, dict.fromkeys(names)
+        ) as workers:
+            for name, transport, value in unmodified.in_turn(
+                workers, list(PROGRAMS), rounds, SECONDS
+            ):
+                values[name][names[transport]].append(value)
+                done(f"{title(name)}, {NAMES[names[transport]]}")
     return values
 
 
@@ -196,15 +200,20 @@ def print_line(head: str, of: dict[str, str], end: str = "") -> None:
         print(f"{head:12}{ratios}{end}", flush=True)
 
 
-def print_setting(build: str) -> None:
-    """Print how the programs are run, and what README promises for them."""
+def print_setting(build: str, variant: str) -> None:
+    """Print how the programs are run, and what README promises for them.
+
+    Args:
+      build: "pure" or "compiled".
+      variant: of the software RNIC, as `trio-smc rnic` prints it.
+    """
     machine = machines.this_machine()
     processor, number, python = (machine[key] for key in ("processor", "processors", "python"))
     print("programs    of README, under trio-smc run, not pinned: times as fast as over TCP")
     print_line("README", promises(), " (pure build)")
     print_line("earlier", measured_earlier(processor), f" ({processor} in benchmarks/machines)")
     about = f"{processor}, {number} processors, Python {python}"
-    print(f"here        {build} build, {about}", flush=True)
+    print(f"here        {build} build, software RNIC {variant}, {about}", flush=True)
 
 
 def conclusion(values: Values, events: list[dict[str, Any]], busy: float = 0.0) -> str:
@@ -250,6 +259,21 @@ def progress(total: int) -> Iterator[Show]:
 
 
 @contextlib.contextmanager
+def steps(total: int) -> Iterator[Step]:
+    """Show a bar for so many measurements if there is a terminal and rich is installed, and nothing
+    otherwise."""
+    if not (sys.stdout.isatty() and importlib.util.find_spec("rich")):
+        yield lambda _text: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, refresh_per_second=4, transient=True) as display:
+        task = display.add_task("the programs start", total=total)
+        yield lambda text: display.update(task, description=text, advance=1)
+
+
+@contextlib.contextmanager
 def bars(total: int) -> Iterator[Show]:
     """Show a bar for each kind of transfer."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -280,7 +304,8 @@ def report(values: Values, events: list[dict[str, Any]], sha256: str, mib: int) 
         print(
             f"mode        {event['mode']}" + (f": {event['fallback']}" if event["fallback"] else "")
         )
-    print(f"build       {', '.join(sorted({event['build'] for event in modes}))}")
+    for what in ("build", "variant"):
+        print(f"{what:12}{', '.join(sorted({event[what] for event in modes}))}")
     same: int = sum(event["sha256"] == sha256 for event in results)
     print(f"SHA-256     {sha256}\n            {same} of {len(results)} copies have it\n")
     first, what = (
@@ -363,7 +388,7 @@ def main() -> int:
     others = Others()
     values: Values = {}
     mode = mode_of_a_connection()
-    print_setting(mode["build"])
+    print_setting(mode["build"], mode["variant"])
     if mode["mode"] == "smc-r":
         values = run_programs(arguments.rounds)
         print_line(

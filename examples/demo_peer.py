@@ -216,7 +216,8 @@ async def connect_and_exchange(transport: str, port: int, data: memoryview | Non
     async with await trio_smc.open_stream(HOST, port) as smc:
         why = f"{smc.fallback.message}; {smc.fallback.remedy}" if smc.fallback else None
         build = "compiled" if trio_smc.__compiled__ else "pure"
-        write_event(event="mode", mode=smc.mode, fallback=why, build=build)
+        variant = trio_smc.SoftRnic.variant
+        write_event(event="mode", mode=smc.mode, fallback=why, build=build, variant=variant)
         if data is not None:
             await exchange(smc, data)
 

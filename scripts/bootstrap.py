@@ -1,10 +1,13 @@
-"""Prepare .venv for a make target; do nothing if it is ready.
+"""Prepare make's virtual environment for a target; do nothing if it is ready.
 
     python3 scripts/bootstrap.py EXTRA [COMMAND ...]
 
 EXTRA is a set of pyproject.toml ("cli" or "dev"). Each COMMAND (dot, tshark) comes from a Debian
 package, which is installed if the user is root or `sudo -n` works. Otherwise the script prints the
 apt-get command, and exits with 2. Standard library only: it runs before anything is installed.
+
+The environment is .venv. If the user has made one there, it stays as it is, and the environment is
+build/venv. The Makefile makes the same choice.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VENV = ROOT / ".venv"
+MARK = ".made-by-make"
 OLDEST = (3, 11)
 PACKAGE_OF = {
     "chromium": "chromium",
@@ -28,7 +31,7 @@ PACKAGE_OF = {
     "redis-server": "redis-server",
     "tshark": "tshark",
 }
-# The sets that each set includes: a venv made for "dev" serves "cli" too.
+# The sets that each set includes: an environment made for "dev" serves "cli" too.
 INCLUDED_IN = {"bench": ("bench", "dev"), "cli": ("cli", "dev"), "dev": ("dev",)}
 # A machine that was just started may be installing packages itself: seconds to wait for that.
 WAITING = ("-o", "DPkg::Lock::Timeout=300")
@@ -52,8 +55,19 @@ def main(arguments: list[str]) -> int:
     return 0 if ready else install_python(extra)
 
 
+def choose_venv() -> Path:
+    """The environment of make; another one at .venv is the user's, and stays as it is."""
+    venv = ROOT / ".venv"
+    if not venv.exists() or (venv / MARK).exists() or any(venv.glob(".ready-*")):
+        return venv
+    return ROOT / "build" / "venv"
+
+
+VENV = choose_venv()
+
+
 def _stamp(extra: str) -> Path:
-    """The file that marks .venv as ready for this pyproject.toml and this interpreter."""
+    """The file that marks the environment as ready for this pyproject.toml and this interpreter."""
     state = (ROOT / "pyproject.toml").read_bytes() + sys.version.encode() + bytes(VENV)
     state += (ROOT / "trio_smc" / "rnic" / "_words.c").read_bytes()  # compiled in place
     return VENV / f".ready-{extra}-{hashlib.sha256(state).hexdigest()[:16]}"
@@ -92,11 +106,15 @@ def _as_root() -> list[str] | None:
 
 
 def install_python(extra: str) -> int:
-    print(f"setting up .venv ({extra}); this happens once", flush=True)
+    name = VENV.relative_to(ROOT)
+    kept = "" if name == Path(".venv") else "; your .venv stays as it is"
+    print(f"setting up {name} ({extra}){kept}; this happens once", flush=True)
+    VENV.mkdir(parents=True, exist_ok=True)
+    (VENV / MARK).touch()  # before the rest, which may fail
     for stale in VENV.glob(".ready-*"):
         stale.unlink()
     create = [sys.executable, "-m", "venv", "--upgrade", str(VENV)]
-    if not VENV.exists():
+    if not (VENV / "pyvenv.cfg").exists():
         create.remove("--upgrade")
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
     for command in (create, [*pip, "-q", "-e", f"{ROOT}[{extra}]"]):

@@ -150,13 +150,15 @@ def _cell(ratios: dict[str, list[float]], key: str) -> str:
 
 def listed(contents: Sequence[dict[str, Any]]) -> str:
     """The machines."""
-    lines = ["| processor | processors | caches | kernel | Python | measured |", "|---" * 6 + "|"]
+    heads = ("processor", "processors", "caches", "kernel", "Python", "software RNIC", "measured")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for content in contents:
         machine = content["machine"]
         caches = ", ".join(f"{name} {size}" for name, size in machine["caches"].items())
         lines.append(
             f"| {machine['processor']} | {machine['processors']} | {caches} | {machine['kernel']} "
-            f"| {machine['python']} | {'; '.join(_measured(content))} |"
+            f"| {machine['python']} | {machine.get('variant', 'not recorded')} "
+            f"| {'; '.join(_measured(content))} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -176,12 +178,18 @@ Among the transports, `smc-r` is trio_smc with default settings, `-strict` with
 `Config(checkpoints="strict")`, `-nospin` with `Config(spin=0)`.
 
 """
+_NO_TRANSPORTS = """\
+No machine has a file with numbers of the transports of `make bench` yet. On a machine without other
+work `make bench ARGS="--both --machine"` writes them. The
+[comparison](comparison.md#measured-side-by-side) has Unix sockets, asyncio and uvloop.
+
+"""
 
 
 def transports(contents: Sequence[dict[str, Any]]) -> str:
-    """The names of the transports, and the plots that `draw` makes; "" without numbers."""
+    """The names of the transports, and the plots that `draw` makes, or how to measure them."""
     placed = {place for content in contents for place in content.get("transports", {})}
-    return (_TRANSPORTS if placed else "") + "".join(
+    return (_TRANSPORTS if placed else _NO_TRANSPORTS) + "".join(
         f"![transports, processes {place}](figures/{_picture(place)})\n" for place in sorted(placed)
     )
 

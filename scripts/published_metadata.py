@@ -1,9 +1,9 @@
 """Hatchling's hook for the parts of the metadata that name the place of the repository.
 
-``[tool.trio-smc.publishing]`` in ``pyproject.toml`` has the address of the repository, which the
-publisher sets, and nothing else in the project has it.  From this table come the project's links
-and, in the long description, the links of README.md: a package index does not resolve links that
-are relative to the repository.
+``[tool.trio-smc.publishing]`` in ``pyproject.toml`` has the address of the repository and the one
+for reports of vulnerabilities. The publisher sets them, and nothing else in the project has them.
+From this table come the project's links and, in the long description, the links of README.md: a
+package index does not resolve links that are relative to the repository.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def urls(place: Mapping[str, str], version: str) -> dict[str, str]:
         "Documentation": _file(place, version, "docs/index.md"),
         "Changelog": _file(place, version, "CHANGELOG.md"),
         "Security": _file(place, version, "SECURITY.md"),
+        "Report a vulnerability": place["vulnerability"].format(repository=place["repository"]),
     }
 
 

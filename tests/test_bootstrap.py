@@ -1,6 +1,10 @@
-"""How make handles missing Debian packages."""
+"""How make handles missing Debian packages, and an environment of the user."""
 
 from __future__ import annotations
+
+import subprocess
+import venv
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +62,36 @@ def test_a_failed_installation_is_tried_again_with_new_lists(
     assert [command[-3:-1] for command in commands][1] == ["apt-get", "update"]
     assert len(commands) == 3
     assert LINE in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("owner", ["none", "user", "make", "earlier make"])
+def test_an_environment_of_the_user_is_not_changed(
+    owner: str, tmp_path: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The Makefile and the script choose the same environment."""
+    (tmp_path / "Makefile").write_bytes((bootstrap.ROOT / "Makefile").read_bytes())
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "trio_smc" / "rnic").mkdir(parents=True)
+    (tmp_path / "trio_smc" / "rnic" / "_words.c").touch()
+    here = tmp_path / ".venv"
+    if owner != "none":
+        venv.create(here, with_pip=False)
+    if owner.endswith("make"):
+        (here / (bootstrap.MARK if owner == "make" else ".ready-cli-0")).touch()
+    before = sorted(here.rglob("*"))
+    shown = subprocess.run(
+        ["make", "--dry-run", "--always-make", "demo"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    chosen = bootstrap.choose_venv()
+    assert chosen == (tmp_path / "build" / "venv" if owner == "user" else here)
+    assert f"\n{chosen.relative_to(tmp_path)}/bin/python -m examples.demo" in shown
+    monkeypatch.setattr(bootstrap, "VENV", chosen)
+    assert bootstrap.main(["cli"]) == 0
+    install = [command for command in commands if "pip" in command]
+    assert [command[0] for command in install] == [str(chosen / "bin" / "python")]
+    assert ("your .venv stays as it is" in capsys.readouterr().out) == (owner == "user")
+    assert (sorted(here.rglob("*")) == before) == (owner == "user")
+    assert bootstrap.choose_venv() == chosen

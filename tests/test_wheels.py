@@ -69,8 +69,10 @@ def test_links_of_the_description_work_on_a_package_index(metadata: Message) -> 
 def test_the_links_of_the_project_are_below_the_repository(metadata: Message) -> None:
     addresses = [each.partition(", ")[2] for each in metadata.get_all("Project-URL", [])]
     assert wheels.repository() in addresses
-    assert len(addresses) == 4
-    files = [address for address in addresses if address != wheels.repository()]
+    assert len(addresses) == 5
+    report = f"{wheels.repository()}/security/advisories/new"  # SECURITY.md names this link
+    assert f"Report a vulnerability, {report}" in metadata.get_all("Project-URL", [])
+    files = [address for address in addresses if address not in (wheels.repository(), report)]
     base = f"{wheels.repository()}/blob/v{wheels.version()}/"
     assert all((ROOT / address.removeprefix(base)).is_file() for address in files)
 

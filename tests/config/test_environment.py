@@ -28,7 +28,7 @@ def test_origins(named: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("TRIO_SMC_CONFIG", str(file))
     path = file if named == "argument" else None
     origin = str(file) if path else f"TRIO_SMC_CONFIG={file}"
-    assert set(load_settings().origins.values()) <= {"default", origin}
+    assert set(load_settings().origins.values()) <= {"default", "XDG_RUNTIME_DIR", origin}
     found = load_settings(path)
     assert (found.config.directory, found.config.receive_buffer) == ("/from/file", 65536)
     assert (found.origins["directory"], found.origins["receive_buffer"]) == (origin, origin)
@@ -53,7 +53,8 @@ def test_origins(named: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("name", "value", "expected"),
     [
         ("TRIO_SMC_DIRECTORY", "smc", "'smc' is not an absolute path"),
-        ("TRIO_SMC_DIRECTORY", "~/smc", "'~/smc' is not an absolute path"),
+        ("TRIO_SMC_DIRECTORY", "~/smc", "'~/smc' begins with ~, which only a shell"),
+        ("TRIO_SMC_CONFIG", "~/smc.toml", "'~/smc.toml' begins with ~, which only a shell"),
         ("TRIO_SMC_DIRECTORY", "/" + "x" * 5000, "is not a path of 1 to 4095 bytes"),
         ("TRIO_SMC_CONFIG", "/nowhere", "/nowhere: No such file or directory"),
         ("TRIO_SMC_CONFIG", "/dev/zero", "/dev/zero: not a regular file"),
@@ -131,3 +132,17 @@ async def test_every_stack_without_settings_of_its_own(
     [stack] = trio_smc.stacks()
     assert stack.config.receive_buffer == 32768
     await listener.aclose()
+
+
+@pytest.mark.parametrize("runtime", ["/run/user/7", "run/user/7", "", None])
+def test_one_function_finds_the_default_directory_and_its_origin(
+    runtime: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative XDG_RUNTIME_DIR has no effect on the directory, and is not its origin."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    if runtime is not None:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+    settings = load_settings()
+    used = runtime == "/run/user/7"
+    assert settings.origins["directory"] == ("XDG_RUNTIME_DIR" if used else "default")
+    assert (settings.config.private_directory() == Path("/run/user/7/trio-smc")) is used

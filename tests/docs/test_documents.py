@@ -87,6 +87,7 @@ def test_the_demo_moves_a_file_over_smc_r() -> None:
     assert "mode        smc-r\n" in output
     build = "compiled" if trio_smc.__compiled__ else "pure"
     assert f"build       {build}\n" in output
+    assert f"variant     {trio_smc.SoftRnic.variant}\n" in output
     assert "4 of 4 copies have it" in output
     [*_, last] = output.split("\n\n")
     verdict = r"On this machine SMC-R is .* for (requests of 64 bytes|streams|files).*\."
@@ -108,7 +109,8 @@ def test_the_demo_first_compares_with_the_promise_of_the_readme() -> None:
     assert first == f"programs    {setting}"
     [here] = [line for line in lines if line.startswith("here  ")]
     machine = machines.this_machine()
-    assert f" build, {machine['processor']}, {machine['processors']} processors, " in here
+    shown = ", ".join(str(machine[key]) for key in ("variant", "processor", "processors"))
+    assert f" build, software RNIC {shown} processors, " in here
     number = r"\d+\.\d\d"
     titles = [demo.title(name) for name in demo.PROGRAMS]
     in_readme = demo.promises()
@@ -142,6 +144,36 @@ def test_the_demo_knows_when_others_take_the_processors() -> None:
         while (share := others.share()) < demo.BUSY:
             time.sleep(0.1)
     assert share <= 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_demo_shows_the_progress_of_the_programs_on_a_terminal(terminal: bool) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        """
+from examples import demo
+with demo.steps(4) as done:
+    for number in range(3):
+        done(f"measurement {number}")
+""",
+    ]
+    reader, writer = os.openpty() if terminal else os.pipe()
+    with open(reader, "rb", buffering=0) as output:
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=writer, check=True, timeout=LIMIT, env=environment
+        )
+        assert done.returncode == 0
+        os.set_blocking(reader, False)
+        text = output.read()
+        os.close(writer)
+    if terminal:
+        assert text is not None
+        assert b"measurement 2" in text
+        assert b"3/4" in text
+    else:
+        assert text is None
 
 
 @pytest.mark.parametrize("line", ["here  ", "moved  "])
@@ -178,7 +210,7 @@ def test_the_demo_fails_when_a_copy_differs_or_the_mode_is_tcp(
             for w in demo.WAYS
         ]
 
-    mode = {"event": "mode", "transport": "smc", "build": "pure"}
+    mode = {"event": "mode", "transport": "smc", "build": "pure", "variant": "native"}
     smc = {**mode, "mode": "smc-r", "fallback": None}
     tcp = {**mode, "mode": "tcp", "fallback": "no RNIC"}
     assert demo.report({}, [smc, *result("aa")], "aa", 1)

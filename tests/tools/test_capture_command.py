@@ -71,7 +71,9 @@ async def test_capture_writes_a_file_for_some_seconds(
     path = tmp_path / "capture.pcapng"
     async with trio_smc.open_stack(smc_config()) as stack:
         arguments = own_arguments(stack)
-        assert await run_command(capsys, *arguments, "-o", str(path), "--seconds", "0.2") == (0, "")
+        code, err = await run_command(capsys, *arguments, "-o", str(path), "--seconds", "0.2")
+        nbytes = path.stat().st_size
+        assert (code, err) == (0, f"trio-smc capture: written: {path}, {nbytes} B\n")
         with trio.fail_after(PATIENCE):
             # The stack notices that the client has disconnected.
             while stack.runtime.groups.observer is not None:

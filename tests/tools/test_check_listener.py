@@ -208,6 +208,46 @@ def test_check_names_another_mount_namespace() -> None:
     assert found.remedy == "mount one directory at both ends, and name it in TRIO_SMC_DIRECTORY"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes its groups")
+@pytest.mark.parametrize("is_member", [False, True])
+def test_check_names_a_shared_directory_that_this_process_may_not_use(
+    is_member: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listener is in the group of the directory; this process of the same user is not."""
+    group, shared = 54323, tmp_path / "shared"
+    shared.mkdir()
+    os.chown(shared, 0, group)
+    shared.chmod(0o3770)
+    if is_member:
+        monkeypatch.setattr("os.getgrouplist", lambda name, own: [own, group])
+    program = WITH_STACK.format(module="trio_smc", kind="")
+    as_member = f"import os\nos.setgroups([{group}])\n{program}"
+    with server(as_member, TRIO_SMC_DIRECTORY=str(shared)) as (port, pid):
+        found = explain_listener("127.0.0.1", port, shared)
+    assert found.text == (
+        f"process {pid} uses {shared}, and this process cannot: {shared} is for the group {group}, "
+        "and this process is not in that group"
+    )
+    assert found.remedy == (
+        "its user is a member by now, so start it again from a new login"
+        if is_member
+        else f"add its user 0 to the group (usermod -aG {group} USER), and start it again"
+    )
+
+
+@pytest.mark.usefixtures("runtime_directory")
+def test_check_names_a_directory_that_was_replaced(tmp_path: Path) -> None:
+    directory = tmp_path / "trio-smc"
+    with server(
+        WITH_STACK.format(module="trio_smc", kind=""), TRIO_SMC_DIRECTORY=str(directory)
+    ) as (port, pid):
+        shutil.rmtree(directory)
+        directory.mkdir(mode=0o700)
+        found = explain_listener("127.0.0.1", port, directory)
+    assert found.text.startswith(f"the private directory of process {pid} was removed or replaced:")
+    assert found.remedy == f"start process {pid} again"
+
+
 def test_check_finds_no_listening_process() -> None:
     with reserved_port() as port:
         found = explain_listener("127.0.0.1", port, own_directory())

@@ -22,6 +22,7 @@ from trio_smc.tools import ladder_svg, ladder_text
 from trio_smc.tools.cli import main
 from trio_smc.tools.ladder import Ladder, Row, address_text, read_ladders
 from trio_smc.tools.ladder_text import KINDS, details, kind, title
+from trio_smc.tools.output import size
 from trio_smc.wire import cdc, clc, llc
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -344,10 +345,13 @@ async def test_a_capture_of_this_implementation(
     assert "RDMA write, 1000 bytes at 0" in drawn
     assert "prod 0:1000" in drawn
     assert main(["ladder", str(path), "--svg", str(tmp_path / "x.svg")]) == 0
-    assert capsys.readouterr().out == ""
     ET.parse(tmp_path / "x.svg")
+    nbytes = (tmp_path / "x.svg").stat().st_size
+    note = f"trio-smc ladder: written: {tmp_path}/x.svg, {size(nbytes)}\n"
+    assert capsys.readouterr() == ("", note)
     assert main(["ladder", str(path), "--svg", "-"]) == 0
-    assert capsys.readouterr().out == (tmp_path / "x.svg").read_text(encoding="utf-8") + "\n"
+    drawn = (tmp_path / "x.svg").read_text(encoding="utf-8") + "\n"
+    assert capsys.readouterr() == (drawn, "")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])

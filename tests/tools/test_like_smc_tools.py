@@ -307,7 +307,7 @@ async def test_sums_rows_and_differences_of_stats(
         assert "is not a file of stats --save" in error
     assert "cannot read" in one_line(await quick_command("stats", "--since", "/nowhere"))
     error = one_line(await quick_command("stats", "--since", file, "--interval", "1"))
-    assert "--since compares two moments" in error
+    assert "--since cannot be used with --interval: --since compares two moments" in error
 
 
 async def test_histograms_of_sizes() -> None:

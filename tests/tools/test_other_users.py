@@ -32,6 +32,7 @@ from trio_smc import FallbackReason
 from trio_smc.control import protocol as control
 from trio_smc.tools import client, inspection
 from trio_smc.tools.cli import main
+from trio_smc.tools.places import groups_of_processes
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="inspects another user")
 USER = 54321
@@ -123,7 +124,7 @@ async def test_root_inspects_a_user_and_changes_nothing(theirs: Path, tmp_path: 
         for words in (("drain", "soft0"), ("undrain", "soft0"), ("capture", pid, "-o", "-")):
             done = run_here(*words, "--user", USER)
             assert "unrecognized arguments: --user" in one_line(done)
-        assert "only the user of a process" in one_line(
+        assert "cannot be used with --user: only the user of a process" in one_line(
             await quick_command("stats", "--sizes", "1", *user)
         )
         output = one_line(await quick_command("ss", "--pid", pid))
@@ -155,6 +156,38 @@ async def test_root_inspects_a_process_with_a_group_of_its_own(theirs: Path) -> 
             done = await quick_command("ss", "--json", *words)
             assert pid in [each["pid"] for each in json.loads(done.out)], done.err
             assert f"user {USER}:" not in done.err
+        # A member of the group without a process of its own.
+        groups = os.getgroups()
+        os.setgroups([*groups, GROUP])
+        try:
+            done = await quick_command("ss", "--directory", theirs)
+        finally:
+            os.setgroups(groups)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        f"trio-smc ss: no running process of user root has a stack in {theirs}, which a group "
+        "shares; a process answers only its own user\n"
+    )
+
+
+@root_only
+async def test_groups_of_processes_are_read_once_for_all_users(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--all` reads each process once, and not once for each user."""
+    calls: list[dict[int, set[int]]] = []
+
+    def counted() -> dict[int, set[int]]:
+        calls.append(groups_of_processes())
+        return calls[-1]
+
+    monkeypatch.setattr(client, "groups_of_processes", counted)
+    async with running_as_other(theirs, GROUP), running_as_other(theirs):
+        done = await quick_command("ss", "--json", "--all")
+    assert {each["user"] for each in json.loads(done.out)} >= {str(USER)}
+    [found] = calls
+    assert GROUP in found[USER]
+    assert 0 in found
 
 
 @root_only
@@ -331,8 +364,9 @@ def test_the_child_prints_its_findings(
     """`inspection.main` runs here, for this user: one directory is missing, one is a file."""
     (tmp_path / "file").write_text("")
     request = {
-        "uid": os.geteuid(), "directories": [str(tmp_path / "none"), str(tmp_path / "file")],
-        "want": [], "pid": None, "request": "", "silent_before": [], "seconds": 0,
+        "uid": os.geteuid(), "groups": [],
+        "directories": [str(tmp_path / "none"), str(tmp_path / "file")], "want": [],
+        "pid": None, "request": "", "silent_before": [], "seconds": 0,
     }  # fmt: skip
     (tmp_path / "request").write_text(json.dumps(request))
     for name in ("TRIO_SMC_DIRECTORY", "XDG_RUNTIME_DIR"):

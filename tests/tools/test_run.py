@@ -132,6 +132,34 @@ def test_a_trio_program_is_silent_and_reported(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("options", [(), ("--require-smc",)], ids=["", "require"])
+@pytest.mark.parametrize("variable", ["TRIO_SMC_DIRECTORY", "XDG_RUNTIME_DIR"])
+def test_a_directory_of_the_environment_that_cannot_be_used_is_named(
+    variable: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program runs, and one line names the directory, its origin and the consequence."""
+    missing = tmp_path / "missing"
+    monkeypatch.setenv(variable, str(missing / "smc"))
+    code, report = run(tmp_path, f"{TRIO}\ntrio.run(main)" if not options else "", *options)
+    made = missing / "smc" if variable == "TRIO_SMC_DIRECTORY" else missing / "smc" / "trio-smc"
+    result = "fail" if options else "stay on TCP"
+    assert report.splitlines()[0] == (
+        f"trio-smc run: warning: {made} cannot be made: there is no directory {made.parent} "
+        f"({variable}); connections on this host {result}"
+    )
+    assert (code, len(report.splitlines())) == ((1, 2) if options else (0, 1))
+    assert not missing.exists()
+
+
+def test_a_file_is_named_where_a_directory_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "smc").touch()
+    monkeypatch.setenv("TRIO_SMC_DIRECTORY", str(tmp_path / "smc"))
+    _, report = run(tmp_path, f"{TRIO}\ntrio.run(main)")
+    assert f"warning: {tmp_path}/smc: Not a directory (TRIO_SMC_DIRECTORY); " in report
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_service_that_is_killed_is_reported(number: int, tmp_path: Path) -> None:
     """The report has the last counters that the service sent before it was killed.

@@ -91,7 +91,7 @@ def test_each_silent_process_is_named(
     with silent_sockets(runtime_directory) as numbers:
         done, seconds = timed(capsys, *QUERIES[name])
     if name == "drain":  # none of those that answer has the RNIC
-        assert (done.code, done.out) == (2, "")
+        assert (done.code, json.loads(done.out)) == (2, [])
         assert (
             done.err.splitlines()[-1] == "trio-smc drain: no process that answers has an RNIC soft0"
         )

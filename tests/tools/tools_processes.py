@@ -7,7 +7,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,16 +105,21 @@ async def quick_command(*arguments: object) -> Done:
         contextlib.redirect_stderr(io.StringIO()) as err,
         trio.fail_after(LIMIT),
     ):
-        code = await trio.to_thread.run_sync(main, list(map(str, arguments)))
+        code = await trio.to_thread.run_sync(_code_of, list(map(str, arguments)))
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def _code_of(arguments: Sequence[str]) -> int:
+    """Run `trio-smc` and return its exit code."""
+    try:
+        return main(arguments)
+    except SystemExit as exit_:  # how argparse ends
+        return exit_.code if isinstance(exit_.code, int) else 1
 
 
 def command_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> Done:
     """Run `trio-smc` in this thread, which must not have a Trio run. Faster than `command`."""
-    try:
-        code = main(arguments)
-    except SystemExit as exit_:  # how argparse ends
-        code = exit_.code if isinstance(exit_.code, int) else 1
+    code = _code_of(arguments)
     captured = capsys.readouterr()
     return Done(code, captured.out, captured.err)
 

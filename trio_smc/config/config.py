@@ -13,10 +13,11 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
 
+from trio_smc._base.paths import check_tilde
 from trio_smc.capture.frames import MAX_PAYLOAD
 from trio_smc.config import environment
 from trio_smc.host.pnet import problem_of_name
-from trio_smc.host.private_directory import default_directories
+from trio_smc.host.private_directory import default_directory
 from trio_smc.wire.fields import (
     MAX_EIDS,
     RMBE_SIZE_UNIT,
@@ -297,7 +298,7 @@ class Config:
         """
         if self.directory is not None:
             return Path(self.directory)
-        return environment.directory() or default_directories()[0]
+        return environment.directory() or default_directory().path
 
     def receive_buffer_for(self, kind: Literal["software", "roce"]) -> int:
         """Bytes of an RMB element on RNICs of this kind: 16 KiB << n."""
@@ -409,13 +410,16 @@ def _path(*, optional: bool = True) -> _Check:
             return
         if not is_path(value):
             _refuse(name, value, f"a path of 1 to {_LONGEST_PATH} bytes without NUL")
-        if str(value).startswith("~"):
-            raise ValueError(
-                f"{name}: {short_repr(value)} begins with ~, which only a shell replaces, and only "
-                "at the start of a word; in Python, Path.expanduser does"
-            )
+        _check_tilde(name, cast(Path, value))
 
     return check
+
+
+def _check_tilde(name: str, path: Path) -> None:
+    try:
+        check_tilde(path)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _rnics(name: str, value: object) -> None:
@@ -432,6 +436,7 @@ def _rnics(name: str, value: object) -> None:
 
 def _pnet(name: str, value: object) -> None:
     if is_path(value):
+        _check_tilde(name, cast(Path, value))
         return
     if isinstance(value, tuple) and len(value) <= _MOST_ENTRIES:
         for pair in value:

@@ -14,6 +14,8 @@ import os
 from pathlib import Path
 from typing import Final
 
+from trio_smc._base.paths import check_tilde
+
 __all__ = [
     "CONFIG_VARIABLE",
     "DIRECTORY_VARIABLE",
@@ -36,7 +38,7 @@ def config_file() -> Path | None:
     """The file in ``TRIO_SMC_CONFIG``; None if the variable is not set, or is empty.
 
     Raises:
-      ValueError: the value cannot be the name of a file.
+      ValueError: the value cannot be the name of a file, or begins with ``~``.
     """
     return _path(CONFIG_VARIABLE)
 
@@ -60,6 +62,10 @@ def _path(name: str) -> Path | None:
         return None
     if len(os.fsencode(value)) > _LONGEST_PATH:
         raise ValueError(f"{name}: {_shown(value)} is not a path of 1 to {_LONGEST_PATH} bytes")
+    try:
+        check_tilde(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return Path(value)
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from trio_smc._base.paths import check_tilde
 from trio_smc._base.toml_file import read_toml_file
 from trio_smc.config import environment
 from trio_smc.config.config import Config, is_path, short_repr
 from trio_smc.host.pnet import table_of
+from trio_smc.host.private_directory import default_directory
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.soft.device import SoftRnic
 from trio_smc.rnic.verbs import Rnic
@@ -98,6 +100,8 @@ def load_settings(
             origins["directory"] = environment.DIRECTORY_VARIABLE
     if directory is not None:
         config = replace(config, directory=directory)
+    elif config.directory is None:
+        origins["directory"] = default_directory().origin
     return Settings(config, MappingProxyType(origins))
 
 
@@ -137,6 +141,7 @@ def _load(path: Path | str) -> tuple[Config, tuple[str, ...]]:
     """The configuration in a file, and the keys that the file has."""
     if not is_path(path):
         raise ValueError(f"{short_repr(path)} is not the name of a file")
+    check_tilde(path)
     values = read_toml_file(path)
     known = {field.name for field in fields(Config)}
     for key in values:

@@ -48,7 +48,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Final, NamedTuple, Self
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
@@ -62,6 +62,7 @@ __all__ = [
     "PrivateDirectory",
     "admits_user",
     "default_directories",
+    "default_directory",
     "is_admitted",
     "is_for_all_users",
     "is_named",
@@ -77,11 +78,14 @@ __all__ = [
 if sys.platform == "linux":  # only Linux uses this module; other systems may have no groups
     # Imported here, because a process that has given up its rights may not read modules any more.
     import grp
+    import pwd
 
     _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 else:
     _FLAGS = PATH_FLAGS = 0
+_RUNTIME: Final = "XDG_RUNTIME_DIR"
+"""The variable with the directory above a user's private directory."""
 _FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMLINK})  # of inodes or room
 _HIDDEN = "."  # prefix of the name of a socket that does not listen yet
 STALE_AFTER = 60.0
@@ -109,12 +113,18 @@ class DirectoryUnusable(Exception):
 
     Attributes:
       reason: the fallback reason.
+      cause: the cause; the text of the exception is the cause and the remedy.
+      remedy: the remedy, or "" if there is none but that of the reason.
       number: the most similar error number.
     """
 
-    def __init__(self, reason: FallbackReason, text: str, number: int = errno.EPERM) -> None:
-        super().__init__(text)
+    def __init__(
+        self, reason: FallbackReason, cause: str, number: int = errno.EPERM, *, remedy: str = ""
+    ) -> None:
+        super().__init__(f"{cause}: {remedy}" if remedy else cause)
         self.reason = reason
+        self.cause = cause
+        self.remedy = remedy
         self.number = number
 
 
@@ -132,10 +142,36 @@ def unusable(error: OSError, path: Path) -> DirectoryUnusable:
     return DirectoryUnusable(reason, f"{path}: {error.strerror or error}", error.errno or errno.EIO)
 
 
-def default_directories() -> tuple[Path, ...]:
-    """The private directory if none is configured (the first), and the other default places.
+class DefaultDirectory(NamedTuple):
+    """The private directory if none is configured.
+
+    Attributes:
+      path: the directory.
+      origin: "XDG_RUNTIME_DIR" if the variable names it, else "default".
+    """
+
+    path: Path
+    origin: str
+
+
+def default_directory() -> DefaultDirectory:
+    """The private directory if none is configured.
 
     A relative XDG_RUNTIME_DIR has no effect, as the XDG Base Directory Specification demands.
+    """
+    runtime = os.environ.get(_RUNTIME, "")
+    if os.path.isabs(runtime):
+        return DefaultDirectory(Path(runtime) / "trio-smc", _RUNTIME)
+    return DefaultDirectory(_places()[0], "default")
+
+
+def default_directories() -> tuple[Path, ...]:
+    """The private directory if none is configured (the first), and the other default places."""
+    return tuple(dict.fromkeys((default_directory().path, *_places())))
+
+
+def _places() -> tuple[Path, ...]:
+    """The default places for a process without XDG_RUNTIME_DIR, the first of which it uses.
 
     Without XDG_RUNTIME_DIR the directory is on a tmpfs, if the system has one for all users.
     Discovery makes a name there for each connection, and on a disk that may wait for a journal
@@ -146,8 +182,7 @@ def default_directories() -> tuple[Path, ...]:
     places = [Path("/dev/shm", name), Path("/tmp", name)]
     if not is_for_all_users("/dev/shm"):
         places.reverse()
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return (Path(runtime) / "trio-smc", *places) if os.path.isabs(runtime) else tuple(places)
+    return tuple(places)
 
 
 def is_for_all_users(path: str) -> bool:
@@ -178,8 +213,8 @@ def shared_group(path: Path, found: os.stat_result) -> int | None:
     return found.st_gid
 
 
-def _why_not_shared(path: Path, found: os.stat_result) -> str | None:
-    """The reason why a group's directory is not shared, with a remedy that lets the group share it.
+def _why_not_shared(path: Path, found: os.stat_result) -> tuple[str, str] | None:
+    """The cause why a group's directory is not shared, and a remedy that lets the group share it.
 
     None if the directory is not for a group: it is a default directory, or it has no set-group-ID
     bit and not only its owner and the group can write there.
@@ -191,14 +226,18 @@ def _why_not_shared(path: Path, found: os.stat_result) -> str | None:
         return None
     group, mode = _group_name(found.st_gid), stat.S_IMODE(found.st_mode)
     if found.st_gid not in (os.getegid(), *os.getgroups()) or _is_overflow_id(found.st_gid, "gid"):
-        return (
-            f"{path} is for the group {group}, and this process is not in that group: add its user "
-            f"{os.geteuid()} to the group (usermod -aG {group} USER), and start it again"
+        remedy = (
+            "its user is a member by now, so start it again from a new login"
+            if _is_member(found.st_gid)
+            else f"add its user {os.geteuid()} to the group (usermod -aG {group} USER), and start "
+            "it again"
         )
-    return (
+        return f"{path} is for the group {group}, and this process is not in that group", remedy
+    cause = (
         f"{path} has mode {mode:04o} where only 700 is private, and only {_SHARED_MODE:o} is "
-        f"shared; it is for the group {group}: chmod {_SHARED_MODE:o} {path} keeps it shared"
+        f"shared; it is for the group {group}"
     )
+    return cause, f"chmod {_SHARED_MODE:o} {path} keeps it shared"
 
 
 def _group_name(group: int) -> str:
@@ -207,6 +246,15 @@ def _group_name(group: int) -> str:
         return grp.getgrgid(group).gr_name
     except (KeyError, OSError):
         return str(group)
+
+
+def _is_member(group: int) -> bool:
+    """True if the user database has this user in a group.  The process may be older than that."""
+    try:
+        found = pwd.getpwuid(os.geteuid())
+        return group in os.getgrouplist(found.pw_name, found.pw_gid)
+    except (KeyError, OSError):
+        return False
 
 
 class PrivateDirectory:
@@ -256,7 +304,8 @@ class PrivateDirectory:
         try:
             if create:
                 # Without parents: a wrong path must not become a new tree of directories.
-                path.mkdir(mode=0o700, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
             descriptor = os.open(path, _FLAGS)
         except FileNotFoundError:
             if create:
@@ -272,7 +321,8 @@ class PrivateDirectory:
                 shared = _why_not_shared(path, os.lstat(path))
             problem = unusable(error, path)
             if shared is not None:
-                raise DirectoryUnusable(problem.reason, shared) from error
+                cause, remedy = shared
+                raise DirectoryUnusable(problem.reason, cause, remedy=remedy) from error
             raise problem from error
         found = os.fstat(descriptor)
         group = shared_group(path, found)
@@ -280,13 +330,14 @@ class PrivateDirectory:
             return cls(descriptor, group)
         if found.st_uid != os.geteuid():
             os.close(descriptor)
-            text = _why_not_shared(path, found) or f"{path} belongs to user {found.st_uid}"
-            raise DirectoryUnusable(FallbackReason.OTHER_USER, text)
+            whose = f"{path} belongs to user {found.st_uid}"
+            cause, remedy = _why_not_shared(path, found) or (whose, "")
+            raise DirectoryUnusable(FallbackReason.OTHER_USER, cause, remedy=remedy)
         if found.st_mode & 0o077:
             os.close(descriptor)
-            mode = f"{path} has mode {stat.S_IMODE(found.st_mode):o}"
-            text = _why_not_shared(path, found) or f"{mode} where only 700 is private"
-            raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, text)
+            mode = f"{path} has mode {stat.S_IMODE(found.st_mode):o} where only 700 is private"
+            cause, remedy = _why_not_shared(path, found) or (mode, "")
+            raise DirectoryUnusable(FallbackReason.DIRECTORY_UNUSABLE, cause, remedy=remedy)
         return cls(descriptor, owner=found.st_uid)
 
     def below(self, path: str, *, create: bool = False) -> PrivateDirectory:

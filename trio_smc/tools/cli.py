@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from typing import Any, Final, TextIO
 
 import trio_smc
-from trio_smc.tools.commands import Command, load
+from trio_smc.tools.commands import Command, check_rules, load
 from trio_smc.tools.output import (
     BAD_INPUT,
     PROGRAM,
+    NoResult,
     ToolError,
     error_text,
     name_command,
     named_problems,
     print_error,
+    print_json,
     print_problem,
     print_text,
 )
@@ -81,6 +83,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         options, unknown = parser().parse_known_args(arguments)
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        check_rules(options)
         with contextlib.suppress(AttributeError):
             # The output's encoding may lack some characters, such as the arrow of `ss -v`.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -105,6 +108,8 @@ def _run_command(options: argparse.Namespace) -> int:
         return command.run(options)
     except ToolError as error:
         print_problem(error.line(options))
+        if isinstance(error, NoResult) and getattr(options, "json", False):
+            print_json(command.EMPTY)
         return error.code
 
 

@@ -37,8 +37,8 @@ from trio_smc._base.release import RELEASE
 from trio_smc.capture.pcapng import whole_blocks_untrusted
 from trio_smc.control import protocol as control
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
-from trio_smc.tools.output import ToolError, print_problem, user_name
-from trio_smc.tools.places import Places, identity_of
+from trio_smc.tools.output import NoResult, ToolError, print_problem, user_name
+from trio_smc.tools.places import Places, groups_of_processes, identity_of
 from trio_smc.tools.proc import Process
 
 __all__ = [
@@ -104,11 +104,11 @@ _Silent = int | UserDirectory
 """A process number, or a directory."""
 
 
-class NoAnswer(ToolError):
+class NoAnswer(NoResult):
     """There are processes, and none of them sent a valid answer."""
 
 
-class NotOwner(ToolError):
+class NotOwner(NoResult):
     """A process or a directory belongs to another user.
 
     Args:
@@ -259,7 +259,8 @@ def take_snapshots(
     Raises:
       NoAnswer: the process ``pid`` sent no valid answer, or all answers are damaged; without
         ``silent`` also if no process sent an answer.
-      ToolError: the directory is not private, or there is no stack.
+      NoResult: there is no stack.
+      ToolError: the directory is not private.
     """
     request = control.encode({"want": list(want), **(more or {})})
     last = silent.last if silent is not None else ()
@@ -329,7 +330,7 @@ def take_untrusted(request: dict[str, Any]) -> dict[str, Any]:
     as values for JSON.  The request has the fields that `_take_places` sends."""
     round_ = _Round([], {})
     errors: list[str] = []
-    with identity_of(request["uid"]):
+    with identity_of(request["uid"], request["groups"]):
         for directory in request["directories"]:
             try:
                 _take(
@@ -361,12 +362,14 @@ def _take_places(
     users = list(by_uid.items())
     if places.truncated or len(users) > _MOST_USERS:
         print_problem("there are more users or directories than are inspected")
+    groups = groups_of_processes()
     deadline = time.monotonic() + TIMEOUT + seconds + CHILD_START
     with contextlib.ExitStack() as exits:
         children = []
         for uid, directories in users[:_MOST_USERS]:
             message = {
-                "uid": uid, "directories": directories, "want": list(want), "pid": pid,
+                "uid": uid, "groups": sorted(groups.get(uid, ())), "directories": directories,
+                "want": list(want), "pid": pid,
                 "request": request.decode("latin-1"), "silent_before": list(silent_before),
                 "seconds": seconds,
             }  # fmt: skip
@@ -421,6 +424,15 @@ def _end_child(child: subprocess.Popen[bytes]) -> None:
         child.wait(_CHILD_END)
 
 
+def _is_shared(directory: Path) -> bool:
+    """True if a group shares the directory."""
+    try:
+        with contextlib.closing(PrivateDirectory.open(directory, create=False)) as root:
+            return root.group is not None
+    except (OSError, DirectoryUnusable):
+        return False
+
+
 def _remove_leftovers(directory: Path) -> None:
     """Remove what a dead process has left: its control socket is not its only one."""
     with contextlib.suppress(OSError, DirectoryUnusable), contextlib.ExitStack() as opened:
@@ -429,22 +441,27 @@ def _remove_leftovers(directory: Path) -> None:
         root.remove_leftovers()
 
 
-def _no_stack(directory: Path | Places, pid: int | None) -> ToolError:
+def _no_stack(directory: Path | Places, pid: int | None) -> NoResult:
     if isinstance(directory, Places):
         users = {each.uid for each in directory.all}
         whose = f"user {user_name(users.pop())}" if len(users) == 1 else "any user"
         number = f" and number {pid}" if pid else ""
-        return ToolError(f"no running process of {whose} has a stack{number}")
+        return NoResult(f"no running process of {whose} has a stack{number}")
     if pid is None:
-        return ToolError(f"no running process has a stack in {directory}")
+        if _is_shared(directory):
+            return NoResult(
+                f"no running process of user {user_name(os.geteuid())} has a stack in {directory}, "
+                "which a group shares; a process answers only its own user"
+            )
+        return NoResult(f"no running process has a stack in {directory}")
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
     except OSError:
-        return ToolError(f"there is no process {pid}")
+        return NoResult(f"there is no process {pid}")
     if owner != os.geteuid():
         text = f"process {pid} belongs to user {owner}, and only that user may query it"
         return NotOwner(text, owner)
-    return ToolError(
+    return NoResult(
         f"process {pid} has no stack in {directory}: it does not use trio_smc, "
         "has another directory, or has Config(control=False)"
     )

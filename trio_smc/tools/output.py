@@ -25,6 +25,7 @@ from trio_smc.tools.tables import Marked, Style, Table, coloured
 __all__ = [
     "BAD_INPUT",
     "PROGRAM",
+    "NoResult",
     "Screen",
     "ToolError",
     "address",
@@ -49,6 +50,7 @@ __all__ = [
     "print_problem",
     "print_text",
     "print_unused",
+    "print_written",
     "show",
     "size",
     "table",
@@ -82,6 +84,11 @@ class ToolError(Exception):
     def line(self, options: argparse.Namespace) -> str:
         """The text, with a remedy if that depends on the options that the command has."""
         return str(self)
+
+
+class NoResult(ToolError):
+    """A query has no result: there is no such process, or none answers.  With ``--json`` the
+    command's document without any item is printed, so that a script can read it, too."""
 
 
 _DUMB: Final = ("dumb", "unknown")
@@ -146,6 +153,14 @@ def name_command(name: str) -> None:
 def print_problem(text: object) -> None:
     """Print one line on stderr that begins with the name of the command, as argparse's errors."""
     print_error(f"{_name.get()}: {text}")
+
+
+def print_written(file: str, nbytes: int) -> None:
+    """Print on stderr that a file is complete; stdout ("-") is not named."""
+    if file != "-" and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            line = printable(f"{_name.get()}: written: {file}, {size(nbytes)}", None)
+            print(line, file=sys.stderr, flush=True)
 
 
 def print_unused(option: str, values: Iterable[str], what: str, known: Iterable[str]) -> None:

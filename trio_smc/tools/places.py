@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from trio_smc.tools.proc import Process
 
-__all__ = ["Place", "Places", "identity_of"]
+__all__ = ["Place", "Places", "groups_of_processes", "identity_of"]
 
 _MOST_GROUPS: Final = 4096
 """Chosen; the kernel takes 65,536 (NGROUPS_MAX)."""
@@ -37,9 +37,13 @@ class Places(NamedTuple):
 
 
 @contextlib.contextmanager
-def identity_of(uid: int) -> Iterator[None]:
+def identity_of(uid: int, of_processes: Iterable[int] = ()) -> Iterator[None]:
     """Have the effective user, group and groups of a user for the block, and the real user's after
     it.
+
+    Args:
+      uid: the user.
+      of_processes: groups beside those of the user database, as from `groups_of_processes`.
 
     Raises:
       OSError: the system refuses it.
@@ -48,7 +52,7 @@ def identity_of(uid: int) -> Iterator[None]:
         yield
         return
     group, groups = os.getegid(), os.getgroups()
-    theirs, their_groups = _groups_of(uid)
+    theirs, their_groups = _groups_of(uid, of_processes)
     own = os.geteuid()
     try:
         os.setgroups(their_groups)
@@ -61,25 +65,28 @@ def identity_of(uid: int) -> Iterator[None]:
         os.setgroups(groups)
 
 
-def _groups_of(uid: int) -> tuple[int, list[int]]:
-    """The primary group and all groups of a user; one without an entry has none but its number.
-
-    A service manager gives a process groups that the user database does not list, such as systemd's
-    SupplementaryGroups. What the user's processes may open, root may open in its place.
-    """
+def _groups_of(uid: int, of_processes: Iterable[int]) -> tuple[int, list[int]]:
+    """The primary group and all groups of a user; one without an entry has none but its number."""
     try:
         known = pwd.getpwuid(uid)
     except KeyError:
         primary, listed = uid, []
     else:
         primary, listed = known.pw_gid, os.getgrouplist(known.pw_name, known.pw_gid)
-    return primary, sorted({*listed, *_groups_of_processes(uid)})[:_MOST_GROUPS]
+    return primary, sorted({*listed, *of_processes})[:_MOST_GROUPS]
 
 
-def _groups_of_processes(uid: int) -> Iterator[int]:
-    """The supplementary groups of the processes that are this user's in every respect."""
+def groups_of_processes() -> dict[int, set[int]]:
+    """The supplementary groups of the processes that are one user's in every respect, by user.
+
+    A service manager gives a process groups that the user database does not list, such as systemd's
+    SupplementaryGroups. What the user's processes may open, root may open in its place.
+    """
+    found: dict[int, set[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError), Process(int(name)) as process:
-                if set(process.users()) == {uid}:
-                    yield from process.groups()
+                users = set(process.users())
+                if len(users) == 1:
+                    found.setdefault(users.pop(), set()).update(process.groups())
+    return found

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from trio_smc import Fallback
 from trio_smc.control.protocol import (
     DIRECTORY,
     DirectoryUnusable,
@@ -364,15 +365,12 @@ def _explain_in_container(process: Process, directory: Path) -> Obstacle:
 
 def _explain_stack(process: Process, stacks: set[str], directory: Path) -> Obstacle:
     pid, uid = process.pid, os.geteuid()
-    if not _are_in(stacks, directory):
-        theirs = plain(_private_directory(process))
-        if theirs == str(directory):
-            text = (
-                f"process {pid} has a private directory of its own at the same path, {theirs}: "
-                "it is in another mount namespace"
-            )
-            remedy = "mount one directory at both ends, and name it in TRIO_SMC_DIRECTORY"
-            return Obstacle(text, remedy, pid, uid)
+    if _are_in(stacks, directory):
+        text = f"process {pid} has a stack of trio_smc, but does not use it for this listener"
+        remedy = "listen with trio_smc, or call trio_smc.enable() before the socket is created"
+        return Obstacle(text, remedy, pid, uid)
+    theirs = plain(_private_directory(process))
+    if theirs != str(directory):
         text = (
             f"the private directory of process {pid} is {theirs}, "
             f"that of this process is {directory}"
@@ -382,9 +380,31 @@ def _explain_stack(process: Process, stacks: set[str], directory: Path) -> Obsta
             f"for this command use --directory {theirs}"
         )
         return Obstacle(text, remedy, pid, uid)
-    text = f"process {pid} has a stack of trio_smc, but does not use it for this listener"
-    remedy = "listen with trio_smc, or call trio_smc.enable() before the socket is created"
-    return Obstacle(text, remedy, pid, uid)
+    if process.link("ns/mnt") != os.readlink("/proc/self/ns/mnt"):
+        text = (
+            f"process {pid} has a private directory of its own at the same path, {theirs}: "
+            "it is in another mount namespace"
+        )
+        remedy = "mount one directory at both ends, and name it in TRIO_SMC_DIRECTORY"
+        return Obstacle(text, remedy, pid, uid)
+    problem = _problem_of(directory)
+    if problem is not None:
+        cause, remedy = problem
+        text = f"process {pid} uses {theirs}, and this process cannot: {cause}"
+        return Obstacle(text, remedy, pid, uid)
+    text = f"the private directory of process {pid} was removed or replaced: {theirs}"
+    return Obstacle(text, f"start process {pid} again", pid, uid)
+
+
+def _problem_of(directory: Path) -> tuple[str, str] | None:
+    """The cause why this process cannot use its own directory, and a remedy; None: it can."""
+    try:
+        with contextlib.closing(PrivateDirectory.open(directory, create=False)):
+            return None
+    except FileNotFoundError:
+        return None
+    except DirectoryUnusable as error:
+        return error.cause, error.remedy or Fallback.local(error.reason).remedy
 
 
 def _control_sockets(process: Process) -> set[str]:
@@ -428,7 +448,8 @@ def _private_directory(process: Process) -> str:
     """The path of a process's private directory, as the process itself sees it."""
     for _, link in process.descriptors():
         # The stack has its directory of control sockets open.  In a directory that a group shares,
-        # the name of that directory is "control-<random>".
-        if os.path.basename(link).partition("-")[0] == DIRECTORY:
+        # the name of that directory is "control-<random>".  The kernel marks a removed one.
+        name = os.path.basename(link.removesuffix(" (deleted)"))
+        if name.partition("-")[0] == DIRECTORY:
             return os.path.dirname(link)
     return "another one"

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, Final
 
 import trio_smc
 from trio_smc import Config, Settings
+from trio_smc._base.paths import check_tilde
 from trio_smc.tools.output import ToolError, address
 
-__all__ = ["add_config", "changed", "described", "settings_of", "value_text"]
+__all__ = ["add_config", "changed", "described", "path_argument", "settings_of", "value_text"]
 
 _ALWAYS_SHOWN: Final = "directory"
 """The setting that is shown even if it has its default, which depends on the environment."""
@@ -26,8 +26,18 @@ _MAX_VALUES: Final = 8
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add ``--config``."""
     parser.add_argument(
-        "--config", metavar="FILE", help="a TOML file with settings; default: $TRIO_SMC_CONFIG"
-    )
+        "--config", type=path_argument, metavar="FILE",
+        help="a TOML file with settings; default: $TRIO_SMC_CONFIG",
+    )  # fmt: skip
+
+
+def path_argument(text: str) -> str:
+    """The argparse type of the path of a file or directory; "-" is stdin or stdout."""
+    try:
+        check_tilde(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def settings_of(options: argparse.Namespace, **overrides: Any) -> Settings:
@@ -51,9 +61,6 @@ def settings_of(options: argparse.Namespace, **overrides: Any) -> Settings:
     named: dict[str, str] = dict(found.origins)
     if directory is not None:
         named["directory"] = "--directory"
-    elif named["directory"] == "default":
-        runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-        named["directory"] = "XDG_RUNTIME_DIR" if os.path.isabs(runtime) else "default"
     named |= {name: f"--{name.removesuffix('s')}" for name in given}
     return Settings(config, named)
 

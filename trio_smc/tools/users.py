@@ -48,13 +48,16 @@ class _User(NamedTuple):
     name: str
 
 
-def add_users(parser: argparse.ArgumentParser) -> None:
-    """Add ``--user`` and ``--all``."""
+def add_users(parser: argparse.ArgumentParser) -> tuple[argparse.Action, argparse.Action]:
+    """Add ``--user`` and ``--all``, and return them."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument(
+    user = group.add_argument(
         "--user", metavar="NAME", help="processes of this user, by name or number; only for root"
     )
-    group.add_argument("--all", action="store_true", help="processes of all users; only for root")
+    all_ = group.add_argument(
+        "--all", action="store_true", help="processes of all users; only for root"
+    )
+    return user, all_
 
 
 def places_of(options: argparse.Namespace) -> Places | None:

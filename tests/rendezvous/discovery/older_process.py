@@ -1,8 +1,7 @@
 """A process that speaks the same-host discovery of release 0.1.0.
 
 The process imports no module of this release.  It imports the unchanged discovery of release 0.1.0
-from `tests/golden/release-0.1.0-discovery.tar.xz`: ``git archive`` of commit 3290ec0 with the files
-that its `Discovery` imports.
+from `tests/golden/release-0.1.0.tar.xz`: ``git archive`` of ``trio_smc`` in commit 3290ec0.
 
 Arguments: the directory with the unpacked files, the private directory, and
 
@@ -87,7 +86,7 @@ async def main(*arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    # The real `__init__` imports modules that the archive does not contain.
+    # The real `__init__` imports the whole package, which takes longer to start.
     package = types.ModuleType("trio_smc")
     package.__path__ = [f"{sys.argv[1]}/trio_smc"]
     sys.modules["trio_smc"] = package

@@ -32,7 +32,7 @@ from trio_smc.host import private_directory
 from trio_smc.rendezvous.discovery import lookup, messages, older_releases
 from trio_smc.rendezvous.discovery.same_host import Announcement, Discovery
 
-TREE = Path(__file__).parents[2] / "golden" / "release-0.1.0-discovery.tar.xz"
+TREE = Path(__file__).parents[2] / "golden" / "release-0.1.0.tar.xz"
 QUICK = 5.0
 """Seconds for one connection on a busy machine.  An older client waits 10 s for an answer."""
 MISMATCH = FallbackReason.LOCAL_VERSION_MISMATCH

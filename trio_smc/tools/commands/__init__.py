@@ -5,6 +5,7 @@ The module of a subcommand has
 - ``NAME``: its name on the command line,
 - ``SUMMARY``: one line for the list of commands, without a full stop,
 - ``DESCRIPTION``: paragraphs for ``--help``; ``EPILOG``: examples and exit codes,
+- ``EMPTY``, if it queries processes and has ``--json``: the document without any process,
 - ``configure(parser)``: adds its arguments,
 - ``run(options) -> int``: runs the command, and returns the exit code.  For bad input it raises
   `trio_smc.tools.output.ToolError` (exit code 2).
@@ -23,13 +24,13 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
-from trio_smc import Config, SoftRnic, open_stack
+from trio_smc import Config, Settings, SoftRnic, open_stack
 from trio_smc.control.protocol import DirectoryUnusable, PrivateDirectory
 from trio_smc.tools.output import ToolError, error_text
 from trio_smc.tools.places import Places
-from trio_smc.tools.settings import settings_of
+from trio_smc.tools.settings import path_argument, settings_of
 from trio_smc.tools.users import add_users, places_of
 
 __all__ = [
@@ -39,11 +40,14 @@ __all__ = [
     "add_json",
     "add_process",
     "add_users",
+    "check_rules",
     "complete_program",
     "complete_words",
     "directories",
+    "exclude",
     "existing_directory",
     "load",
+    "need",
     "positive_count",
     "positive_seconds",
     "private_directory",
@@ -96,6 +100,7 @@ class Command(Protocol):
 
     NAME: str
     SUMMARY: str
+    EMPTY: Any
     DESCRIPTION: str
     EPILOG: str
 
@@ -111,23 +116,88 @@ def load() -> tuple[Command, ...]:
     return tuple(cast("Command", import_module(f"{__name__}.{name}")) for name in MODULES)
 
 
+# --- arguments that exclude or need each other -------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """A rule about arguments that have no effect together, or no effect alone.
+
+    Attributes:
+      argument: the argument.
+      others: the arguments that it excludes, or of which it needs one.
+      why: the reason, without a full stop.
+      needs: True if it needs one of the others, False if it excludes all of them.
+    """
+
+    argument: argparse.Action
+    others: tuple[argparse.Action, ...]
+    why: str
+    needs: bool
+
+
+def exclude(
+    parser: argparse.ArgumentParser, argument: argparse.Action, *others: argparse.Action, why: str
+) -> None:
+    """Let an argument be an error together with any of the others, which would have no effect."""
+    _add_rule(parser, Rule(argument, others, why, needs=False))
+
+
+def need(
+    parser: argparse.ArgumentParser, argument: argparse.Action, *others: argparse.Action, why: str
+) -> None:
+    """Let an argument be an error without one of the others, because it would have no effect."""
+    _add_rule(parser, Rule(argument, others, why, needs=True))
+
+
+def _add_rule(parser: argparse.ArgumentParser, rule: Rule) -> None:
+    parser.set_defaults(rules=(*(parser.get_default("rules") or ()), rule))
+
+
+def check_rules(options: argparse.Namespace) -> None:
+    """End the command with one line if its arguments break a rule."""
+    for rule in getattr(options, "rules", ()):
+        if not _is_given(rule.argument, options):
+            continue
+        given = [each for each in rule.others if _is_given(each, options)]
+        if rule.needs and not given:
+            others = " or ".join(map(_name, rule.others))
+            options.parser.error(f"{_name(rule.argument)} needs {others}: {rule.why}")
+        if given and not rule.needs:
+            options.parser.error(
+                f"{_name(rule.argument)} cannot be used with {_name(given[0])}: {rule.why}"
+            )
+
+
+def _name(argument: argparse.Action) -> str:
+    return argument.option_strings[0] if argument.option_strings else str(argument.metavar)
+
+
+def _is_given(argument: argparse.Action, options: argparse.Namespace) -> bool:
+    """True if the value of an argument is not its default."""
+    value = getattr(options, argument.dest)
+    if argument.const is not None:
+        return bool(value == argument.const)
+    return bool(value != argument.default)
+
+
 # --- arguments that several commands share -----------------------------------------------------
 
 
-def add_json(parser: argparse._ActionsContainer) -> None:
-    """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+def add_json(parser: argparse._ActionsContainer) -> argparse.Action:
+    """Add ``--json``, and return it."""
+    return parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def add_process(parser: argparse.ArgumentParser) -> None:
-    """Add ``--pid`` and ``--directory``, which select the stacks."""
-    parser.add_argument(
+def add_process(parser: argparse.ArgumentParser) -> argparse.Action:
+    """Add ``--pid`` and ``--directory``, which select the stacks.  Returns ``--pid``."""
+    pid = parser.add_argument(
         "--pid",
         type=process_number,
         metavar="PID",
         help="only this process; default: all processes of this user",
     )
     add_directory(parser)
+    return pid
 
 
 def complete_words(action: argparse.Action, words: Iterable[str]) -> None:
@@ -226,24 +296,32 @@ async def why_no_software_rnic(config: Config) -> str | None:
         return error_text(error)
 
 
-def check_directory(options: argparse.Namespace) -> None:
-    """Make the directory of ``--directory``, if it is missing, as the program or the proxy would.
+def check_directory(settings: Settings) -> str | None:
+    """Make the private directory, if it is missing, as the program or the proxy would.
+
+    Returns:
+      the problem and its consequence, if the environment, a file or the default names a directory
+      that cannot be used; else None.  Other connections work without the directory.
 
     Raises:
-      ToolError: it cannot be used, so that all connections would stay on TCP.
+      ToolError: the directory of ``--directory`` cannot be used.
     """
-    if options.directory is None:
-        return
+    origin = settings.origins["directory"]
     try:
-        PrivateDirectory.open(options.directory.absolute(), create=True).close()
+        PrivateDirectory.open(settings.config.private_directory().absolute(), create=True).close()
     except DirectoryUnusable as error:
-        raise ToolError(str(error)) from None
+        if origin == "--directory":
+            raise ToolError(str(error)) from None
+        named = "" if origin == "default" else f" ({origin})"
+        result = "fail" if settings.config.require_smc else "stay on TCP"
+        return f"{error}{named}; connections on this host {result}"
+    return None
 
 
 def directory(text: str) -> Path:
     """The argparse type of a private directory (`Config.directory`)."""
     try:
-        Config(directory=text)
+        Config(directory=path_argument(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return Path(text)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import BinaryIO
 
 from trio_smc.capture.frames import MAX_PAYLOAD
@@ -19,7 +20,8 @@ from trio_smc.tools.commands import (
     process_number,
     whole_number,
 )
-from trio_smc.tools.output import ToolError
+from trio_smc.tools.output import ToolError, print_written
+from trio_smc.tools.settings import path_argument
 
 NAME = "capture"
 SUMMARY = "write the SMC-R messages of a running process to a file for Wireshark"
@@ -50,6 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
+        type=path_argument,
         required=True,
         metavar="FILE",
         help='the file to create, with mode 0600; it replaces a file of this user; "-" is stdout',
@@ -85,18 +88,19 @@ def run(options: argparse.Namespace) -> int:
         first = next(pieces, None)  # an error must come before the file is created
         if first is None:
             raise ToolError(f"process {options.pid} has ended")
+        written = 0
         try:
             with _output(options.output) as file:
-                file.write(first)
-                for piece in pieces:
-                    file.write(piece)
+                for piece in chain((first,), pieces):
+                    written += file.write(piece)
         except KeyboardInterrupt:
-            return 0  # the normal end of a capture
+            pass  # the normal end of a capture
         except BrokenPipeError:
             raise
         except OSError as error:
             text = f"cannot write {options.output}: {error.strerror}"
             raise ToolError(text) from error
+    print_written(options.output, written)
     return 0
 
 

@@ -20,6 +20,8 @@ from trio_smc.tools.client import SilentProcesses, take_snapshots
 from trio_smc.tools.commands import (
     add_directory,
     add_json,
+    exclude,
+    need,
     positive_count,
     positive_seconds,
     private_directory,
@@ -169,12 +171,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("host", metavar="HOST", type=_host, nargs="?",
                         help="name or address of the server; with --listen the address to listen "
                         "on")  # fmt: skip
-    parser.add_argument("port", metavar="PORT", type=tcp_port, nargs="?",
-                        help="TCP port of the server")  # fmt: skip
-    parser.add_argument("--listen", metavar="PORT", type=whole_number("TCP port", 0, 65535),
-                        help="be a test server on this port; 0: a free port")  # fmt: skip
-    parser.add_argument("--count", type=positive_count, metavar="N",
-                        help="with --listen: end after N connections")  # fmt: skip
+    port = parser.add_argument(
+        "port", metavar="PORT", type=tcp_port, nargs="?",
+        help="TCP port of the server",
+    )  # fmt: skip
+    listen = parser.add_argument(
+        "--listen", metavar="PORT", type=whole_number("TCP port", 0, 65535),
+        help="be a test server on this port; 0: a free port",
+    )  # fmt: skip
+    count = parser.add_argument(
+        "--count", type=positive_count, metavar="N",
+        help="with --listen: end after N connections",
+    )  # fmt: skip
+    need(parser, count, listen, why="a test server counts connections")
+    exclude(parser, listen, port, why="it has a port of its own; HOST is the address to listen on")
     parser.add_argument("--discovery", choices=("auto", "assume", "tcp-option"),
                         help="how to find out that the server speaks SMC-R, as "
                         "Config(discovery=...); default: auto")  # fmt: skip
@@ -200,10 +210,6 @@ def run(options: argparse.Namespace) -> int:
     if options.listen is None and (options.host is None or options.port is None):
         missing = "PORT" if options.host else "HOST, PORT"
         options.parser.error(f"the following arguments are required: {missing}")
-    if options.listen is not None and options.port is not None:
-        options.parser.error("--listen has a port of its own; HOST is the address to listen on")
-    if options.count is not None and options.listen is None:
-        options.parser.error("--count needs --listen")
     directory = private_directory(options)  # a stack would create a missing one
     settings = settings_of(
         options,

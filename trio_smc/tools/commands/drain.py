@@ -16,14 +16,16 @@ from trio_smc.tools.client import INCOMPLETE, SilentProcesses, Snapshot, take_sn
 from trio_smc.tools.commands import (
     add_json,
     add_process,
+    need,
     positive_count,
     positive_seconds,
     private_directory,
 )
-from trio_smc.tools.output import ToolError, plain, print_json, print_line
+from trio_smc.tools.output import NoResult, ToolError, plain, print_json, print_line
 
 NAME = "drain"
 SUMMARY = "take an RNIC or a link group out of service, without losing data"
+EMPTY: Final[list[Any]] = []
 DESCRIPTION = """
 Take an RNIC out of service in all running processes of this user, or in the process of --pid: open
 connections move to links on other RNICs, and then the links of this RNIC are deleted in order
@@ -69,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name an RNIC or a link group."""
     parser.add_argument("rnic", metavar="RNIC", nargs="?", help="the name, as in `trio-smc rnic`")
-    parser.add_argument(
+    group = parser.add_argument(
         "--group", type=positive_count, metavar="N",
         help="a link group instead, by its number in `trio-smc lg`; needs --pid",
     )  # fmt: skip
@@ -78,8 +80,9 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
         metavar="PEERID",
         help="the stack, as in `trio-smc lg`, if the process has several",
     )
-    add_process(parser)
+    pid = add_process(parser)
     add_json(parser)
+    need(parser, group, pid, why="each stack numbers its own link groups")
 
 
 def change_service(
@@ -88,8 +91,6 @@ def change_service(
     """Send the request to each stack, wait for at most so many ``seconds``, and print."""
     if (options.rnic is None) is (options.group is None):
         options.parser.error("name one RNIC, or one link group with --group")
-    if options.group is not None and options.pid is None:
-        options.parser.error("--group needs --pid: each stack numbers its own link groups")
     directory, silent = private_directory(options), SilentProcesses()
     subject: dict[str, Any] = (
         {"rnic": options.rnic} if options.group is None else {"link_group": options.group}
@@ -99,7 +100,7 @@ def change_service(
     answers = take_snapshots(directory, (change,), options.pid, silent=silent, more=more)
     done = [each for each in answers if each.drain is not None]
     if not done:
-        raise ToolError(_nothing(options, answers, change, silent))
+        raise NoResult(_nothing(options, answers, change, silent))
     left = _wait(directory, options, done, seconds) if change == "drain" else {}
     _print(options, subject, change, done, left)
     return INCOMPLETE if left else silent.exit_code

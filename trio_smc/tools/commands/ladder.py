@@ -15,10 +15,11 @@ from trio_smc.capture.dissection import Seen, dissect
 from trio_smc.capture.output_file import create
 from trio_smc.capture.pcapng import DamagedCapture, read
 from trio_smc.tools import ladder_svg, ladder_text
-from trio_smc.tools.commands import add_json, positive_count
+from trio_smc.tools.commands import add_json, exclude, positive_count
 from trio_smc.tools.ladder import Ladder, Peer, address_text, read_ladders
 from trio_smc.tools.ladder_text import details, kind, title
-from trio_smc.tools.output import ToolError, print_json, print_line, print_problem
+from trio_smc.tools.output import ToolError, print_json, print_line, print_problem, print_written
+from trio_smc.tools.settings import path_argument
 
 NAME = "ladder"
 SUMMARY = "draw a capture as a ladder diagram"
@@ -58,13 +59,16 @@ _MAX_MESSAGES: Final = 1_000_000
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help='a pcapng or pcap file; "-" is stdin'
+        "file", type=path_argument, metavar="FILE", help='a pcapng or pcap file; "-" is stdin'
     )
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument(
-        "--svg", metavar="OUT", help='write an SVG picture and print nothing; "-" is stdout'
+    svg = shape.add_argument(
+        "--svg",
+        type=path_argument,
+        metavar="OUT",
+        help='write an SVG picture and print nothing; "-" is stdout',
     )
-    add_json(shape)
+    json_ = add_json(shape)
     parser.add_argument(
         "--connection",
         type=positive_count,
@@ -78,14 +82,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"the largest number of messages to draw; default: {_LIMIT}",
     )
-    parser.add_argument(
+    width = parser.add_argument(
         "--width", type=positive_count, default=100, metavar="N", help="columns; default: 100"
     )
+    exclude(parser, width, svg, json_, why="only text has columns")
 
 
 def run(options: argparse.Namespace) -> int:
     """Draw the diagram."""
-    seen, damage = _read(options.file)
+    seen, damage = _read(Path(options.file))
     ladders = read_ladders(seen, options.connection)
     if options.json:
         print_json(_plain(ladders, seen, options.limit))
@@ -125,6 +130,7 @@ def write(drawn: str, name: str) -> None:
             file.write(drawn)
     except OSError as error:
         raise ToolError(f"cannot write {name}: {error.strerror}") from error
+    print_written(name, len(drawn.encode()))
 
 
 def _plain(ladders: Sequence[Ladder], seen: list[Seen], limit: int) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from trio_smc.tools.tables import Table
 
 NAME = "lg"
 SUMMARY = "list link groups, their links, and their receive buffers (RMBs)"
+EMPTY: Final[list[Any]] = []
 DESCRIPTION = """
 List the link groups of this user's running processes (RFC 7609, 2.2).  The connections to one peer
 share a link group, and each of them sends on one of its links.

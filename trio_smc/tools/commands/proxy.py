@@ -86,11 +86,11 @@ def run(options: argparse.Namespace) -> int:
         raise ToolError("one of LISTEN and TARGET must be smc:HOST:PORT")
     if not options.target.port:
         raise ToolError("TARGET needs a port; only LISTEN may have port 0")
-    config = settings_of(options, require_smc=options.require_smc or None).config
-    check_directory(options)
+    settings = settings_of(options, require_smc=options.require_smc or None)
+    check_directory(settings)  # the stack logs another directory that cannot be used
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        trio.run(_serve, options.listen, options.target, config)
+        trio.run(_serve, options.listen, options.target, settings.config)
     except OSError as error:
         raise ToolError(f"cannot open a stack: {error_text(error)}") from None
     return 0

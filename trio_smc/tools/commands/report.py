@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
+from typing import Any, Final
 
 from trio_smc.capture.output_file import create
 from trio_smc.tools.bug_report import PARTS, archive, collect
@@ -20,10 +21,11 @@ from trio_smc.tools.output import (
     size,
     table,
 )
-from trio_smc.tools.settings import add_config, settings_of
+from trio_smc.tools.settings import add_config, path_argument, settings_of
 
 NAME = "report"
 SUMMARY = "collect what a bug report needs in one file"
+EMPTY: Final[list[Any]] = []
 DESCRIPTION = """
 Collect the versions, the settings and their origins, and from all running processes of this user
 the settings, counters, connections, link groups, RNICs, reasons for TCP and last events; also the
@@ -48,7 +50,7 @@ written, or for bad input.
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "-o", "--output", metavar="FILE",
+        "-o", "--output", type=path_argument, metavar="FILE",
         help="the file to create, with mode 0600; it replaces a file of this user",
     )  # fmt: skip
     add_config(parser)

@@ -25,6 +25,7 @@ from trio_smc.tools.commands import (
     add_process,
     add_users,
     directories,
+    exclude,
     existing_directory,
     private_directory,
     why_no_software_rnic,
@@ -41,6 +42,7 @@ _IFF_LOOPBACK: Final = 8
 
 NAME = "rnic"
 SUMMARY = "list the RNICs of running processes and of a new one, and all RDMA devices"
+EMPTY: Final[dict[str, Any]] = {"stacks": []}
 DESCRIPTION = """
 List the RNICs (RDMA adapters, RFC 7609, 2.1) of running processes, the RNICs that a new process
 would use with the settings of the environment, and all RDMA devices of the machine with their
@@ -79,13 +81,15 @@ INTERFACE_COLUMNS: Final = ("RNIC", "SERVES", "~WHY")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    add_process(parser)
-    add_users(parser)
+    pid = add_process(parser)
+    users = add_users(parser)
     add_json(parser)
-    parser.add_argument(
+    interface = parser.add_argument(
         "--interface", metavar="NAME",
         help="which RNICs serve connections through this network interface, and why",
     )  # fmt: skip
+    why = "the answer is about a new process of this user"
+    exclude(parser, interface, pid, *users, why=why)
 
 
 def run(options: argparse.Namespace) -> int:

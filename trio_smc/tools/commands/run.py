@@ -9,7 +9,7 @@ from typing import Final
 
 from trio_smc.tools import site
 from trio_smc.tools.commands import add_directory, check_directory, complete_program
-from trio_smc.tools.output import ToolError
+from trio_smc.tools.output import ToolError, print_problem
 from trio_smc.tools.settings import add_config, settings_of
 from trio_smc.tools.supervisor import supervise
 
@@ -41,7 +41,8 @@ Examples:
   trio-smc run --directory /run/app/smc -- python -m server
 
 Without --config and --directory, PROGRAM uses the environment variables TRIO_SMC_CONFIG and
-TRIO_SMC_DIRECTORY.  A directory that is missing is created.
+TRIO_SMC_DIRECTORY.  A directory that is missing is created.  If the directory of --directory cannot
+be used, PROGRAM is not started; if another one cannot be used, a line on stderr says why.
 
 The configuration file is TOML with the fields of trio_smc.Config:
   checkpoints = "strict"
@@ -79,7 +80,10 @@ def run(options: argparse.Namespace) -> int:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         raise ToolError("no program is given (trio-smc run [OPTIONS] -- PROGRAM)")
-    check_directory(options)
+    # A wrong setting is an error of this command, before PROGRAM starts.
+    problem = check_directory(settings_of(options, require_smc=options.require_smc or None))
+    if problem is not None:
+        print_problem(f"warning: {problem}")
     try:
         return supervise(
             program,
@@ -99,7 +103,6 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     existing = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{hook}{os.pathsep}{existing}" if existing else hook
     environment.pop("TRIO_SMC_REQUIRE", None)
-    settings_of(options)  # a wrong setting is an error of this command, before PROGRAM starts
     # PROGRAM may change its working directory before it imports Trio.
     if options.config is not None:
         environment["TRIO_SMC_CONFIG"] = str(Path(options.config).absolute())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import trio_smc
 from trio_smc.tools.output import ToolError, print_line
+from trio_smc.tools.settings import path_argument
 
 __all__ = ["DESCRIPTION", "EPILOG", "NAME", "SUMMARY", "configure", "run"]
 
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="group whose members may request it; default: only root",
     )
     parser.add_argument(
-        "--cgroup", metavar="PATH", type=Path,
+        "--cgroup", metavar="PATH", type=path_argument,
         help="only for processes in this cgroup or below it; default: all processes",
     )  # fmt: skip
     add_pin(parser)
@@ -45,7 +45,7 @@ def add_pin(parser: argparse.ArgumentParser) -> None:
     """Add the argument that `setup` and `teardown` share."""
     default = trio_smc.Config().tcp_option
     parser.add_argument(
-        "--pin", metavar="PATH", type=Path, default=default,
+        "--pin", metavar="PATH", type=path_argument, default=default,
         help=f"directory of the BPF objects, as in the programs' Config(tcp_option=...); "
         f"default: {default}",
     )  # fmt: skip

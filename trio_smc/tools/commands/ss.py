@@ -18,6 +18,7 @@ from trio_smc.tools.commands import (
     add_users,
     complete_words,
     directories,
+    exclude,
     tcp_port,
 )
 from trio_smc.tools.output import (
@@ -42,6 +43,7 @@ from trio_smc.tools.tables import Marked
 
 NAME = "ss"
 SUMMARY = "list connections: SMC-R or TCP, their state, and the reason for TCP"
+EMPTY: Final[list[Any]] = []
 DESCRIPTION = """
 List the connections of this user's running processes, and the addresses on which they listen.
 
@@ -65,7 +67,8 @@ sending done, C: closed, A: abnormal close), the directions that are shut down (
 arrives, W: nothing more is sent), the RNIC, its port (of a RoCE device; SMC-R does not transmit
 that of the peer), the GIDs of both ends, the VLAN and the PNET table's interfaces of the link, the
 version (for version 2 also the release, the UEID and the route), and counters.  For TCP: the
-diagnosis words of both sides (RFC 7609, A.2.4), and a remedy.
+diagnosis words of both sides (RFC 7609, A.2.4), and a remedy.  With --json, -v adds the link groups
+of each process and its network interfaces.
 """
 EPILOG = """
 Examples:
@@ -88,7 +91,9 @@ Detail = Literal[
 DETAILS: Final = get_args(Detail)
 _LABEL: Final = max(map(len, DETAILS))
 _LISTENING: Final = "listening"
+_PROCESS: Final = ("pid", "stack", "release", "uptime", "uid", "program")
 _MORE_PARTS: Final = ("link_groups", "interfaces")
+"""The parts of the data that -v needs besides the connections; with --json it prints them."""
 _MAX_PROGRAM: Final = 30
 """Characters of a program in the table.  Chosen."""
 _COUNTERS = ("writes", "cdcs_sent", "cdcs_received", "coalesced", "window_stalls")
@@ -99,19 +104,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_process(parser)
     add_users(parser)
     add_json(parser)
-    parser.add_argument("-v", "--verbose", action="store_true", help="more about each connection")
+    verbose = parser.add_argument(
+        "-v", "--verbose", action="store_true",
+        help="more about each connection",
+    )  # fmt: skip
     parser.add_argument("--port", type=tcp_port, metavar="PORT",
                         help="only connections and listeners with this port")  # fmt: skip
-    state = parser.add_argument("--state", action="append", type=str.upper, metavar="STATE",
-                                help="only this state; can be repeated")  # fmt: skip
+    state = parser.add_argument(
+        "--state", action="append", type=str.upper, metavar="STATE",
+        help="only this state; can be repeated",
+    )  # fmt: skip
     complete_words(state, STATES)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--smc", dest="mode", action="store_const", const="smc-r",
                       help="only connections over SMC-R")  # fmt: skip
     mode.add_argument("--tcp", dest="mode", action="store_const", const="tcp",
                       help="only connections that stay on TCP")  # fmt: skip
-    mode.add_argument("--listening", dest="mode", action="store_const", const=_LISTENING,
-                      help="only listeners")  # fmt: skip
+    listening = mode.add_argument(
+        "--listening", dest="mode", action="store_const",
+        const=_LISTENING, help="only listeners",
+    )  # fmt: skip
+    exclude(parser, listening, verbose, why="-v describes connections")
+    exclude(parser, listening, state, why="all listeners have the state LISTEN")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -125,15 +139,15 @@ def run(options: argparse.Namespace) -> int:
         snapshot.listeners.sort(key=address_order)
         snapshot.connections.sort(key=_order)
     if options.json:
-        names = ("pid", "stack", "release", "uptime", "uid", "program", "connections", "listeners")
+        names = (*_PROCESS, "connections", "listeners", *(_MORE_PARTS if options.verbose else ()))
         print_json([{**_only(each, names), "user": user_name(each.uid)} for each in snapshots])
     else:
         show(_table(snapshots))
-        unused = sorted(set(options.state or ()) - states)
-        print_unused("state", unused, "connection", sorted(states))
-        if options.verbose:
-            for snapshot, connection in _connections(snapshots):
-                show("", *_details(snapshot, connection))
+    unused = sorted(set(options.state or ()) - states)
+    print_unused("state", unused, "connection", sorted(states))
+    if options.verbose and not options.json:
+        for snapshot, connection in _connections(snapshots):
+            show("", *_details(snapshot, connection))
     return silent.exit_code
 
 

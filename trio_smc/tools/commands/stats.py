@@ -25,12 +25,15 @@ from trio_smc.tools.commands import (
     add_process,
     add_users,
     directories,
+    exclude,
+    need,
     positive_count,
     positive_seconds,
     seconds_up_to,
 )
 from trio_smc.tools.exposition import PARTS, exposition
 from trio_smc.tools.output import (
+    NoResult,
     ToolError,
     agreed,
     error_text,
@@ -42,10 +45,12 @@ from trio_smc.tools.output import (
     size,
     table,
 )
+from trio_smc.tools.settings import path_argument
 from trio_smc.tools.tables import Table
 
 NAME = "stats"
 SUMMARY = "show counters: connections, fallbacks by reason and side, bytes, writes, failovers"
+EMPTY: Final[list[Any]] = []
 DESCRIPTION = """
 Show the counters of this user's running processes, with one column for each stack.  Without
 --interval the counters start at zero when the stack is opened; with --interval each column shows
@@ -120,29 +125,55 @@ _SAVED_SHAPE: Final = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_process(parser)
-    add_users(parser)
-    add_json(parser)
-    parser.add_argument("--interval", type=positive_seconds, metavar="SECONDS",
-                        help="show the increase in each interval of this length")  # fmt: skip
-    parser.add_argument("--count", type=positive_count, metavar="N",
-                        help="intervals to show; default: until Ctrl-C")  # fmt: skip
+    users = add_users(parser)
+    json_ = add_json(parser)
+    interval = parser.add_argument(
+        "--interval", type=positive_seconds, metavar="SECONDS",
+        help="show the increase in each interval of this length",
+    )  # fmt: skip
+    count = parser.add_argument(
+        "--count", type=positive_count, metavar="N",
+        help="intervals to show; default: until Ctrl-C",
+    )  # fmt: skip
     layout = parser.add_mutually_exclusive_group()
-    layout.add_argument("--sum", dest="layout", action="store_const", const="sum",
-                        help="only the sum over all stacks")  # fmt: skip
-    layout.add_argument("--rows", dest="layout", action="store_const", const="rows",
-                        help="stacks as rows, with the main counters, and their sum; default for "
-                        "more than four stacks")  # fmt: skip
-    layout.add_argument("--prometheus", dest="layout", action="store_const", const="prometheus",
-                        help="print the metrics of trio-smc exporter once, for the textfile "
-                        "collector of node_exporter")  # fmt: skip
-    parser.add_argument("--save", metavar="FILE",
-                        help="write the counters to a file for --since, with mode "
-                        "0600")  # fmt: skip
-    parser.add_argument("--since", metavar="FILE",
-                        help="show the increase since the counters in this file")  # fmt: skip
-    parser.add_argument("--sizes", type=_size_seconds, metavar="SECONDS",
-                        help="count for so many seconds, at most 60, how large the pieces of data "
-                        "are that are sent and received")  # fmt: skip
+    sum_ = layout.add_argument(
+        "--sum", dest="layout", action="store_const", const="sum",
+        help="only the sum over all stacks",
+    )  # fmt: skip
+    rows = layout.add_argument(
+        "--rows", dest="layout", action="store_const", const="rows",
+        help="stacks as rows, with the main counters, and their sum; default for "
+        "more than four stacks",
+    )  # fmt: skip
+    prometheus = layout.add_argument(
+        "--prometheus", dest="layout", action="store_const", const="prometheus",
+        help="print the metrics of trio-smc exporter once, for the textfile "
+        "collector of node_exporter",
+    )  # fmt: skip
+    save = parser.add_argument(
+        "--save", type=path_argument, metavar="FILE",
+        help="write the counters to a file for --since, with mode "
+        "0600",
+    )  # fmt: skip
+    since = parser.add_argument(
+        "--since", type=path_argument, metavar="FILE",
+        help="show the increase since the counters in this file",
+    )  # fmt: skip
+    sizes = parser.add_argument(
+        "--sizes", type=_size_seconds, metavar="SECONDS",
+        help="count for so many seconds, at most 60, how large the pieces of data "
+        "are that are sent and received",
+    )  # fmt: skip
+    need(parser, count, interval, why="it counts intervals")
+    exclude(parser, since, interval, why="--since compares two moments")
+    exclude(parser, save, interval, why="--save writes the counters of one moment")
+    exclude(parser, rows, json_, why="JSON has all counters of each stack")
+    others = (interval, save, since)
+    exclude(parser, prometheus, json_, *others, why="it prints all metrics once, as text")
+    exclude(
+        parser, sizes, *others, sum_, rows, prometheus, why="it prints one sum over all processes"
+    )
+    exclude(parser, sizes, *users, why="only the user of a process may let it count sizes")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -156,8 +187,6 @@ def run(options: argparse.Namespace) -> int:
         )
         print_text(exposition(snapshots, silent=len(silent.last)))
         return 0  # the metrics count the processes that did not answer
-    if options.since is not None and options.interval is not None:
-        raise ToolError("--since compares two moments, so it cannot be used with --interval")
     saved = None if options.since is None else _load(options.since)
     counted = _query(options, silent)
     if options.save is not None:
@@ -332,15 +361,13 @@ def _since(counted: _CountersByStack, saved: dict[tuple[int, str], _Counters]) -
 
 
 def _show_sizes(options: argparse.Namespace, silent: SilentProcesses) -> int:
-    if options.user is not None or options.all:
-        raise ToolError("only the user of a process may let it count sizes")
     snapshots = take_snapshots(
         directories(options), (SIZES,), options.pid, silent=silent, seconds=options.sizes,
         more={"seconds": options.sizes},
     )  # fmt: skip
     snapshots = [each for each in snapshots if each.sizes is not None]
     if not snapshots:
-        raise ToolError("no process has counted sizes; other releases may not know --sizes")
+        raise NoResult("no process has counted sizes; other releases may not know --sizes")
     if options.json:
         print_json([{"pid": s.pid, "stack": s.stack, **(s.sizes or {})} for s in snapshots])
         return silent.exit_code

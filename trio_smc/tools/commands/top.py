@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from trio_smc.tools.client import SilentProcesses, Snapshot, take_snapshots
 from trio_smc.tools.commands import (
@@ -32,6 +32,10 @@ from trio_smc.tools.tables import Marked, Table, wrap
 
 NAME = "top"
 SUMMARY = "watch the busiest connections, live"
+EMPTY: Final[dict[str, Any]] = {
+    "seconds": 0.0, "stacks": 0, "smc-r": 0, "tcp": 0, "fallbacks": 0, "failovers": 0,
+    "connections": [],
+}  # fmt: skip
 DESCRIPTION = """
 Show the busiest SMC-R connections of this user's processes, and refresh the table every --interval
 seconds until Ctrl-C.  Rates are averages over the last interval.  If the output is not a terminal,

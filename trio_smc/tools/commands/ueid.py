@@ -16,6 +16,7 @@ from trio_smc.tools.settings import add_config, settings_of
 
 NAME = "ueid"
 SUMMARY = "list the UEIDs for SMC-R version 2: configured, of the kernel, of running processes"
+EMPTY: Final[dict[str, Any]] = {"settings": None, "kernel": None, "stacks": []}
 DESCRIPTION = """
 List the UEIDs (user-defined enterprise IDs): two hosts use SMC-R version 2 only if they have one in
 common.  The list has those of the settings (Config(ueids=...)) with their origin, those that

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any, Final
 
 from trio_smc.tools.commands.drain import add_subject, change_service
 
 NAME = "undrain"
 SUMMARY = "put a drained RNIC or link group back into service"
+EMPTY: Final[list[Any]] = []
 DESCRIPTION = """
 Put an RNIC or a link group that `trio-smc drain` has taken out of service back into service, in
 all running processes of this user, or in the process of --pid.  Link groups get links on the RNIC
