@@ -16,6 +16,8 @@ from contextvars import ContextVar
 
 import trio
 
+from trio_smc._base.errors import NoStack
+from trio_smc._base.resources import is_lack
 from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
 from trio_smc.config.config import Config, short_repr
@@ -77,10 +79,17 @@ class _DefaultStack:
                 self.ready.set()
                 await trio.sleep_forever()
         except Exception as error:
-            LOGGER.error("the default stack ended", exc_info=error)
+            if self.stack is None and _is_lack(error):
+                LOGGER.warning("no SMC-R: the default stack cannot be opened: %s", error)
+            else:
+                LOGGER.error("the default stack ended", exc_info=error)
             self.error = error
         finally:
             self.ready.set()
+
+
+def _is_lack(error: Exception | None) -> bool:
+    return isinstance(error, OSError) and is_lack(error)
 
 
 async def find_stack() -> Stack:
@@ -102,7 +111,9 @@ async def find_stack() -> Stack:
         if isinstance(default.error, ValueError):
             raise ValueError(str(default.error)) from None  # a wrong setting
         number = default.error.errno if isinstance(default.error, OSError) else None
-        raise OSError(number, "trio_smc has no default stack") from default.error
+        error = NoStack(number, "trio_smc has no default stack")
+        error.allows_tcp = _is_lack(default.error) and not default_config().require_smc
+        raise error from default.error
     return default.stack
 
 

@@ -50,6 +50,21 @@ def test_a_live_socket_stays_and_is_not_woken(
             listener.accept()
 
 
+def test_a_name_that_may_not_be_removed_any_more_is_no_error(
+    opened: PrivateDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example the program has given up the user that made the name."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    dead_socket(tmp_path / "private" / "kept")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        opened.remove("kept")
+    assert opened.sockets() == ["kept"]
+
+
 def test_a_dead_socket_is_removed(opened: PrivateDirectory, tmp_path: Path) -> None:
     for name in ("a-dead", "b-dead"):
         dead_socket(tmp_path / "private" / name)

@@ -1234,6 +1234,14 @@ for _each, _cancel in itertools.product(
 
 
 @case
+async def call_with_many_buffers(ends: Ends) -> None:
+    for count in (1024, 1025):
+        await ends.record(ends.client.sendmsg, [b"x"] * count)
+        await ends.settle()
+        await ends.record(ends.server.recvmsg_into, [bytearray(1) for _ in range(count)])
+
+
+@case
 async def two_tasks_call_accept_of_a_closed_listener(ends: Ends) -> None:
     ends.listener.close()
     outcomes: list[object] = []

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import trio
 
+import trio_smc
+from tests.api.api_peers import HOST, QUICK, address_of
 from tests.lingering import full_table
 from tests.timing import PATIENCE
 from trio_smc._base import resources
@@ -126,3 +128,25 @@ def test_a_full_table_admits_no_other_user(monkeypatch: pytest.MonkeyPatch) -> N
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs, full_table():
         assert not private_directory.is_same_user(ours)
+
+
+async def test_a_step_of_the_end_that_fails_skips_no_other_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The descriptors and the names of the stack are gone afterwards, which the leak check sees."""
+
+    async def open_and_leave() -> None:
+        async with trio_smc.open_stack(QUICK) as stack:
+            [listener] = await stack.open_listeners(0, host=HOST)
+            async with await stack.open_stream(*address_of(listener)):
+                pass
+            close = stack.runtime.rnic_set.close
+
+            def fail() -> None:
+                close()
+                raise OSError(errno.EBADF, "closed by the program")
+
+            monkeypatch.setattr(stack.runtime.rnic_set, "close", fail)
+
+    with pytest.RaisesGroup(pytest.RaisesExc(OSError, match="closed by the program")):
+        await open_and_leave()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .reasons import Fallback
 
-__all__ = ["HandshakeCut", "ProtocolError", "SmcUnavailable"]
+__all__ = ["HandshakeCut", "NoStack", "ProtocolError", "SmcUnavailable"]
 
 
 class ProtocolError(Exception):
@@ -26,6 +26,16 @@ class HandshakeCut(ConnectionResetError):
     Neither side has sent data of its application then. No part of a CLC message has been read after
     the last whole one.
     """
+
+
+class NoStack(OSError):
+    """The default stack cannot be opened.
+
+    Attributes:
+      allows_tcp: the cause is a lack of descriptors or memory, and SMC-R is not required.
+    """
+
+    allows_tcp: bool = False
 
 
 class SmcUnavailable(OSError):

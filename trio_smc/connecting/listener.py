@@ -34,6 +34,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket as stdlib_socket
 import sys
 from collections import deque
@@ -69,6 +70,7 @@ __all__ = [
     "Incoming",
     "ListenerHost",
     "SmcListener",
+    "WaitEnded",
     "open_listening_sockets",
 ]
 
@@ -88,6 +90,7 @@ LEAST_BACKLOG: Final = 4096
 """Connections that may wait in the kernel at least; net.core.somaxconn, whose default is the same,
 may limit it further.  Chosen."""
 _DEFER_ACCEPT: Final = (stdlib_socket.IPPROTO_TCP, getattr(stdlib_socket, "TCP_DEFER_ACCEPT", 9))
+_SO_COOKIE: Final = 57  # asm-generic/socket.h
 _HANDSHAKES_PER_STREAM: Final = 4
 """Handshakes under way for each stream that may wait for `accept`.  Chosen; no measurement is
 recorded."""
@@ -108,6 +111,34 @@ class _PlainSocket(stdlib_socket.socket):
 
     family = stdlib_socket.SocketType.family  # type: ignore[assignment]
     type = stdlib_socket.SocketType.type  # type: ignore[assignment]
+
+
+class _Readiness:
+    """Waits for connections of a listening socket that belongs to the program.
+
+    The program may wait for its descriptor itself, or close it and use the number for another file.
+    So the descriptor is in an epoll instance of its own, and Trio waits for that.
+    """
+
+    __slots__ = ("_epoll",)
+
+    def __init__(self, sock: trio.socket.SocketType) -> None:
+        self._epoll = select.epoll()
+        try:
+            self._epoll.register(sock.fileno(), select.EPOLLIN)
+        except BaseException:
+            self._epoll.close()
+            raise
+
+    async def wait(self) -> None:
+        await _wait_readable(self._epoll.fileno())
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class WaitEnded(trio.ClosedResourceError):
+    """`SmcListener.end_waits` has ended the call.  The listener is open."""
 
 
 class ListenerHost(HandshakeHost, Protocol):
@@ -131,8 +162,8 @@ class Incoming:
 
     __slots__ = ("_listener", "_accepted")
 
-    def __init__(self, listener: SmcListener, accepted: SmcStream | Arrival) -> None:
-        self._listener = listener
+    def __init__(self, listener: SmcListener | None, accepted: SmcStream | Arrival) -> None:
+        self._listener = listener  # None: the stream is plain TCP
         self._accepted = accepted
 
     async def stream(self) -> SmcStream | None:
@@ -140,13 +171,15 @@ class Incoming:
 
         Never raises because of the client.
         """
-        if isinstance(self._accepted, Arrival):
+        if isinstance(self._accepted, Arrival) and self._listener is not None:
             return await self._listener._finish_handshake(self._accepted)
+        assert not isinstance(self._accepted, Arrival)
         return self._accepted
 
     async def spin_for_next(self) -> None:
         """Spin for the next connection. To be awaited after the stream was closed."""
-        await self._listener._spin_for_next()
+        if self._listener is not None:
+            await self._listener._spin_for_next()
 
 
 @ki_protected
@@ -157,6 +190,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
       stack, config: of the listener.
       sock: the listening TCP socket.
       accept_on_demand: accept only after the first call of `accept` or `hand_out`.
+      of_program: the socket belongs to the program, which may close it, wait for it, and go on to
+        use it when the stack has ended.
 
     Attributes:
       socket: the listening TCP socket, for names and options.
@@ -171,13 +206,21 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         config: Config,
         *,
         accept_on_demand: bool = False,
+        of_program: bool = False,
     ) -> None:
         self.socket = sock
+        self._of_program = of_program
+        linux = sys.platform == "linux"
+        self._readiness = _Readiness(sock) if of_program and linux else None
+        self._cookie = _cookie(sock) if of_program and linux else b""
         self._stack = stack
         self._config = config
         self._ready: deque[SmcStream] = deque()
         self._error: BaseException | None = None
         self._waiting_calls = trio.lowlevel.ParkingLot()
+        self._watching_calls = trio.lowlevel.ParkingLot()  # of `wait_readable`
+        self._ended_waits = 0  # calls of `end_waits`
+        self._left = False  # the stack has ended, and the socket is open
         self._start_task: Callable[[Incoming], None] | None = None  # of `hand_out`
         self._closed = False
         self._arrivals: set[Arrival] = set()
@@ -208,6 +251,23 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if self._config.discovery == "tcp-option":
             return discovery.publish_nothing(name, FallbackReason.PEER_NOT_CAPABLE)
         return discovery.publish(name, self._stack.nursery, dual_stack=dual_stack)
+
+    def serves(self, sock: trio.socket.SocketType) -> bool:
+        """True if this is the listener of a socket of the program.
+
+        A listener ends here if the program has closed its socket, or given its descriptor number to
+        another one.
+        """
+        if not self._cookie or self._closed:
+            return False
+        number = self.socket.fileno()
+        if number < 0:
+            self.close()
+        elif number == sock.fileno():
+            if self._cookie == _cookie(sock):
+                return True
+            self.stop()
+        return False
 
     async def accept(self) -> SmcStream:
         """Return the next stream; its mode is the result of the handshake.
@@ -266,8 +326,28 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self._start_task = None
             self._acceptance.end_call()
 
+    async def wait_readable(self) -> None:
+        """Wait until `accept` would return or raise at once.
+
+        Raises trio.ClosedResourceError: the listener is closed, or `end_waits` was called.
+        """
+        if self._acceptance.is_on_demand:
+            await _wait_readable(self.socket)
+            return
+        await trio.lowlevel.checkpoint()
+        while not (self._ready or self._closed or self._error is not None):
+            await self._park(self._watching_calls)
+
+    def end_waits(self) -> None:
+        """Let all calls that wait raise `trio.ClosedResourceError`."""
+        self._ended_waits += 1
+        self._waiting_calls.unpark_all()
+        self._watching_calls.unpark_all()
+
     def _begin_to_accept(self) -> None:
         self._stack.check_not_forked()
+        if self.socket.fileno() < 0:
+            self.close()  # the program has closed the socket itself
         self._acceptance.begin_call()
         if not self._closed:
             self.take_deferral()
@@ -293,7 +373,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
     def _raise_end(self) -> NoReturn:
         """Raise the error of a listener that has ended."""
-        if self.has_stopped:
+        if self.has_stopped and not self._left:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         raise trio.ClosedResourceError("the listener was closed")
 
@@ -322,7 +402,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        await self._waiting_calls.park()
+        await self._park(self._waiting_calls)
+
+    async def _park(self, lot: trio.lowlevel.ParkingLot) -> None:
+        ended_waits = self._ended_waits
+        await lot.park()
+        if self._ended_waits != ended_waits:
+            raise WaitEnded("another task has ended this wait")
 
     def _hand_ready(self, stream: SmcStream, start_task: Callable[[Incoming], None]) -> None:
         self._connection_left()
@@ -342,6 +428,14 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self.stop()
         self.socket.close()
 
+    def leave_stack(self) -> None:
+        """End the listener, because the stack ends; a socket of the program stays open."""
+        if not self._of_program:
+            self.close()
+        elif not self._closed:
+            self._left = True
+            self.stop()
+
     def stop(self) -> None:
         """End the listener, but leave its socket open, which shutdown(2) has ended.
 
@@ -359,13 +453,15 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         while self._ready:
             self._ready.popleft().abort()
         self._waiting_calls.unpark_all()
+        self._watching_calls.unpark_all()
         if self.deferral and self.socket.fileno() >= 0:
             self.socket.setsockopt(*_DEFER_ACCEPT, self.deferral)  # for the next `listen`
         self._stack.remove_listener(self)
 
     @property
     def has_stopped(self) -> bool:
-        """True if the listener has ended, and its socket is open: it was shut down."""
+        """True if the listener has ended, and its socket is open: it was shut down, or the stack
+        has ended."""
         return self._closed and self.socket.fileno() >= 0
 
     async def serve(
@@ -430,6 +526,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         await self._accept_spin.spin(lambda: self._accepted_count != before or self._closed)
 
     async def _run(self) -> None:
+        try:
+            await self._accept_and_begin()
+        finally:
+            if self._readiness is not None:
+                self._readiness.close()
+
+    async def _accept_and_begin(self) -> None:
         with self._stack.track(self._scope), self._scope:
             async with trio.open_nursery() as nursery:
 
@@ -457,8 +560,13 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     def _report_error(self, error: BaseException) -> None:
         """Raise an error in `hand_out`, not in the task that accepts."""
         self._start_task = None
+        self._note_error(error)
+
+    def _note_error(self, error: BaseException) -> None:
+        """Raise an error in a call of `accept` or `hand_out`."""
         self._error = error
         self._waiting_calls.unpark()
+        self._watching_calls.unpark_all()
 
     async def _handshake_and_keep(self, arrival: Arrival) -> None:
         stream = None
@@ -484,6 +592,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             return
         self._ready.append(stream)
         self._waiting_calls.unpark()
+        self._watching_calls.unpark_all()
 
     async def _run_handshake(self, arrival: Arrival) -> SmcStream | None:
         try:
@@ -512,7 +621,6 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self, plain: stdlib_socket.socket, begin: Callable[[Arrival], None]
     ) -> None:
         """Wait for connections, and begin their handshakes, or wait for room for one."""
-        config = self._config
         if not self._has_room():
             await self._wait_for_room()
             return
@@ -521,47 +629,70 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await self._acceptance.wait_for_demand()
                 if self._closed:
                     return  # the next listener may be waiting on this socket
-            await _wait_readable(self.socket)
+            await self._wait_for_connections()
             if self._acceptance.is_later:
                 await self._acceptance.leave_to_others(self._stack.timers)
             if self._closed:
                 return
+            if self.socket.fileno() < 0:
+                self.close()  # the program has closed the socket itself
+                return
             self._stack.check_not_forked()  # the connections are the parent's
-            # If connections come one after the other, a second `accept` only delays the first one.
-            for _ in range(_ACCEPT_BATCH if self._pending else 1):
-                if not self._has_room() or self.socket.fileno() < 0:
-                    break
-                accepted, remote = plain.accept()
-                limit = config.handshake_limit
-                at_limit = limit is not None and len(self._arrivals) >= limit
-                arrival = Arrival(
-                    self._stack,
-                    config,
-                    self.publication,
-                    accepted,
-                    remote,
-                    at_limit=at_limit,
-                    is_crowded=self._pending.is_nearly_full,
-                )
-                self._in_listener += 1
-                self._accepted_count += 1
-                self._arrivals.add(arrival)
-                if arrival.needs_handshake:
-                    arrival.on_progress = self._pending.renew
-                    self._pending.add(arrival)
-                begin(arrival)
+            self._accept_waiting(plain, begin)
         except BlockingIOError:
             return
         except trio.ClosedResourceError:
             self.close()  # the program closed the socket itself
+        except trio.BusyResourceError as error:  # a task of the program waits for the socket
+            self._note_error(error)
+            await trio.sleep(CAPACITY_PAUSE)
         except OSError as error:
             await self._after_error(error)
+
+    def _accept_waiting(
+        self, plain: stdlib_socket.socket, begin: Callable[[Arrival], None]
+    ) -> None:
+        """Accept connections that wait, and begin their handshakes.
+
+        Raises:
+          BlockingIOError: no further connection waits.
+          OSError: of accept(2).
+        """
+        config = self._config
+        # If connections come one after the other, a second `accept` only delays the first one.
+        for _ in range(_ACCEPT_BATCH if self._pending else 1):
+            if not self._has_room() or self.socket.fileno() < 0:
+                break
+            accepted, remote = plain.accept()
+            limit = config.handshake_limit
+            at_limit = limit is not None and len(self._arrivals) >= limit
+            arrival = Arrival(
+                self._stack,
+                config,
+                self.publication,
+                accepted,
+                remote,
+                at_limit=at_limit,
+                is_crowded=self._pending.is_nearly_full,
+            )
+            self._in_listener += 1
+            self._accepted_count += 1
+            self._arrivals.add(arrival)
+            if arrival.needs_handshake:
+                arrival.on_progress = self._pending.renew
+                self._pending.add(arrival)
+            begin(arrival)
+
+    async def _wait_for_connections(self) -> None:
+        if self._readiness is not None:
+            await self._readiness.wait()
+        else:
+            await _wait_readable(self.socket)
 
     async def _after_error(self, error: OSError) -> None:
         """Continue after an error of accept(2), or end the listener."""
         if error.errno in CAPACITY_ERRORS:
-            self._error = error
-            self._waiting_calls.unpark()
+            self._note_error(error)
             await trio.sleep(CAPACITY_PAUSE)
         elif error.errno in _CLOSED_ERRORS:
             LOGGER.error("the listening socket %s failed: %s", self.socket, error)
@@ -591,6 +722,11 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         """A connection was passed on or closed, so there is room for another one."""
         self._in_listener -= 1
         self._room_changed.set()
+
+
+def _cookie(sock: trio.socket.SocketType) -> bytes:
+    """The kernel's number of a socket, which no other socket of the system has."""
+    return sock.getsockopt(stdlib_socket.SOL_SOCKET, _SO_COOKIE, 8)
 
 
 def _busy() -> trio.BusyResourceError:

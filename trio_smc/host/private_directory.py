@@ -639,8 +639,8 @@ class PrivateDirectory:
         return connection
 
     def remove(self, name: str) -> None:
-        """Remove a name.  No-op if it is missing."""
-        with contextlib.suppress(FileNotFoundError):
+        """Remove a name.  No-op if it is missing, or if this process may not remove it any more."""
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def sockets(self) -> list[str]:

@@ -170,8 +170,13 @@ def has_urgent_byte(sock: trio.socket.SocketType) -> bool:
 
 
 def resets_on_close(sock: trio.socket.SocketType) -> bool:
-    """True if closing the TCP socket would reset it: SO_LINGER is set with a time of 0."""
-    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8) == _RESET_ON_CLOSE
+    """True if closing the TCP socket would reset it: SO_LINGER is set with a time of 0.
+
+    False if the program has closed its descriptor.
+    """
+    with contextlib.suppress(OSError):
+        return sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8) == _RESET_ON_CLOSE
+    return False
 
 
 def unread_bytes(sock: trio.socket.SocketType | int) -> int:

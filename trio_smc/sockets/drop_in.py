@@ -51,10 +51,10 @@ from weakref import WeakValueDictionary
 
 import trio
 
-from trio_smc._base.errors import SmcUnavailable
+from trio_smc._base.errors import NoStack, SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.connecting.connect import connect_socket, connect_without_smc
-from trio_smc.connecting.listener import Incoming, SmcListener
+from trio_smc.connecting.listener import Incoming, SmcListener, WaitEnded
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import integer
 from trio_smc.streams.stream import byte_view
@@ -89,6 +89,8 @@ _DISCARD: Final = int(stdlib_socket.MSG_TRUNC)
 _ERROR_QUEUE: Final = int(getattr(stdlib_socket, "MSG_ERRQUEUE", 0))
 _CLOSE_ON_EXEC: Final = int(getattr(stdlib_socket, "MSG_CMSG_CLOEXEC", 0))
 _MORE: Final = int(getattr(stdlib_socket, "MSG_MORE", 0))
+_MOST_BUFFERS: Final = 1024
+"""Buffers that one call of sendmsg(2) or recvmsg(2) may have: UIO_MAXIOV of linux/uio.h."""
 _FAST_OPEN: Final = int(getattr(stdlib_socket, "MSG_FASTOPEN", 0))
 _ZERO_COPY: Final = 0x4000000  # MSG_ZEROCOPY (linux/socket.h); the socket module has no name for it
 _SO_ZEROCOPY: Final = 60  # asm-generic/socket.h
@@ -615,12 +617,40 @@ class Unconnected(Side):
         if not self._listening:
             return await super().accept()
         with self._listener_errors():
-            stream = await (await self._ensure_published()).accept()
+            listener = await self._find_listener()
+            stream = await (self._accept_plain() if listener is None else listener.accept())
         return _accepted(stream, self.find_stack)
+
+    async def _find_listener(self) -> SmcListener | None:
+        """The listener; None if there is none for lack of resources, and TCP is allowed."""
+        try:
+            return await self._ensure_published()
+        except NoStack as error:
+            if not error.allows_tcp:
+                raise
+            return None
+
+    async def _accept_plain(self) -> TcpStream:
+        plain, address = await self.plain.accept()
+        return TcpStream(plain, _OUT_OF_RESOURCES, lambda _: None, accepted=address)
+
+    async def wait_readable(self) -> None:
+        listener = self.listener
+        if listener is None or listener.has_stopped:
+            await super().wait_readable()
+        else:
+            await listener.wait_readable()
+
+    def end_waits(self) -> None:
+        if self.listener is not None:
+            self.listener.end_waits()
+        super().end_waits()
 
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
         with self._listener_errors():
-            await (await self._ensure_published()).hand_out(take)
+            while (listener := await self._find_listener()) is None:
+                take(Incoming(None, await self._accept_plain()))
+            await listener.hand_out(take)
 
     def _forget_stopped_listener(self) -> None:
         """Let `listen` and `accept` begin again, if a process has shut the socket down."""
@@ -641,6 +671,8 @@ class Unconnected(Side):
         was_closed = self.plain.fileno() < 0
         try:
             yield
+        except WaitEnded as error:
+            raise trio.ClosedResourceError(str(error)) from None
         except trio.ClosedResourceError as error:
             if was_closed or self.plain.fileno() >= 0:
                 raise os_error(errno.EBADF) from error
@@ -680,7 +712,13 @@ class Unconnected(Side):
         return await self._connect(resolved, bound=False)
 
     async def _connect(self, resolved: Any, *, bound: bool) -> SmcStream:
-        stack = await self.find_stack()
+        try:
+            stack = await self.find_stack()
+        except NoStack as error:
+            if not error.allows_tcp:
+                raise
+            await self.plain.connect(resolved)
+            return TcpStream(self.plain, _OUT_OF_RESOURCES, lambda _: None)
         stack.runtime.check_usable()
         raw = _raw_socket(self.plain)
         if self._port_may_be_released:
@@ -720,7 +758,8 @@ class Unconnected(Side):
 
     def detach(self) -> int:
         if self.listener is not None:
-            unsupported()
+            self.listener.stop()
+            self.listener = None
         return super().detach()
 
 
@@ -912,6 +951,8 @@ class OverSmc(Side):
         def take() -> int | None:
             nonlocal room
             _checked(partial(_closed_socket().recvmsg_into, kept, ancbufsize, flags))
+            if len(kept) > _MOST_BUFFERS:
+                raise os_error(errno.EMSGSIZE)
             room = sum(memoryview(each).nbytes for each in kept)
             data = self._take(room, flags)
             if data and not flags & _DISCARD:
@@ -977,6 +1018,8 @@ class OverSmc(Side):
         buffers, ancdata = list(buffers), list(ancdata)
         checks = _closed_socket(self.plain.family)
         _checked(partial(checks.sendmsg, buffers, ancdata, flags, address))
+        if len(buffers) > _MOST_BUFFERS:
+            raise os_error(errno.EMSGSIZE)
         for level, kind, _ in () if self.stream.write_shut else ancdata:
             # Linux's TCP ignores other levels.  Its few settings of this level, for one packet,
             # have no meaning here (docs/programs.md).
@@ -1141,8 +1184,12 @@ def _listener(stack: Stack, plain: trio.socket.SocketType) -> SmcListener:
     A client on another host has to be answered in time, whatever the program does.
     """
     runtime = stack.runtime
+    for known in runtime.listeners:
+        # The program may wrap one socket of the standard library again and again.
+        if isinstance(known, SmcListener) and known.serves(plain):
+            return known
     remote = any(rnic.kind == "roce" for rnic in runtime.rnic_set.opened)
-    return SmcListener(runtime, plain, stack.config, accept_on_demand=not remote)
+    return SmcListener(runtime, plain, stack.config, accept_on_demand=not remote, of_program=True)
 
 
 def _is_listening(plain: trio.socket.SocketType) -> bool:
@@ -1293,6 +1340,7 @@ class DropInFactory(trio.abc.SocketFactory):
 
 
 _ALREADY_SHUT_DOWN: Final = Fallback.local(FallbackReason.ALREADY_SHUT_DOWN)
+_OUT_OF_RESOURCES: Final = Fallback.local(FallbackReason.OUT_OF_RESOURCES)
 _ALREADY_CONNECTED: Final = Fallback.local(FallbackReason.ALREADY_CONNECTED)
 _MULTIPATH: Final = Fallback.local(FallbackReason.MULTIPATH)
 

@@ -95,8 +95,8 @@ class Closable(Protocol):
     def socket(self) -> trio.socket.SocketType:
         """The listening socket."""
 
-    def close(self) -> None:
-        """Close the listener."""
+    def leave_stack(self) -> None:
+        """End the listener, because the stack ends."""
 
 
 class Attached(Protocol):
@@ -392,7 +392,7 @@ class Runtime:
 
     async def _finish(self) -> None:
         self.closing = True
-        self._close_listeners()
+        self._leave_listeners()
         for work in list(self._under_way):
             work.cancel()
         deadline = self.timers.now() + self.config.shutdown_timeout
@@ -433,21 +433,23 @@ class Runtime:
         """Note the end of a call, a connection or a link group."""
         self._something_ended.set()
 
-    def _close_listeners(self) -> None:
+    def _leave_listeners(self) -> None:
         for listener in self.listeners:
-            listener.close()
+            listener.leave_stack()
 
     def free(self) -> None:
         if self._forked:
             return
-        self._close_listeners()
-        self.groups.lose_links()
-        self.rnic_set.close()
-        self.tcp_option.close()
-        self.discovery.close()
-        if hasattr(self.groups, "tcp_watch"):
-            self.groups.tcp_watch.close()
-        self._close_alarm()
+        # Each step, whatever the others raise: the program may have closed descriptors.
+        with contextlib.ExitStack() as steps:
+            steps.callback(self._close_alarm)
+            if hasattr(self.groups, "tcp_watch"):
+                steps.callback(self.groups.tcp_watch.close)
+            steps.callback(self.discovery.close)
+            steps.callback(self.tcp_option.close)
+            steps.callback(self.rnic_set.close)
+            steps.callback(self.groups.lose_links)
+            steps.callback(self._leave_listeners)
 
     def _close_alarm(self) -> None:
         alarm, self._alarm = self._alarm, None
