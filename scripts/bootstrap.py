@@ -46,7 +46,11 @@ def main(arguments: list[str]) -> int:
     if sys.version_info < OLDEST:
         return _complain(f"Python {OLDEST[0]}.{OLDEST[1]} or newer is needed: make PYTHON=...")
     extra, commands = arguments[0], arguments[1:]
-    packages = [PACKAGE_OF[command] for command in commands if not shutil.which(command)]
+    # Debian's users have no directories of system commands in their PATH.
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    packages = [
+        PACKAGE_OF[command] for command in commands if not shutil.which(command, path=places)
+    ]
     ready = any(_stamp(name).exists() for name in INCLUDED_IN[extra])
     if not ready and not _has_ensurepip():
         packages.append(f"python3.{sys.version_info.minor}-venv")

@@ -829,7 +829,7 @@ class TestSolo:
         async with running(rnics[1], spin=1e-6) as pump:
             to_b = Sink(pump, b)
             while not pump.waits.spin.discouraged:
-                pump.waits.spin.spin([bool], 0)
+                pump.waits.spin.spin_failed()
             await trio.testing.wait_all_tasks_blocked()
             assert pump.try_solo()
             yields.clear()
@@ -880,7 +880,7 @@ class TestSolo:
         async with running(rnics[1], spin=1e-6) as pump:
             to_b = Sink(pump, b)
             while not pump.waits.spin.discouraged:
-                pump.waits.spin.spin([bool], 0)
+                pump.waits.spin.spin_failed()
             async with self.solo_reader(pump):
                 a.qp.post_send(1, b"x")
             pump.waits.spin.slept(10**9)
@@ -1158,7 +1158,7 @@ class TestYielding:
     def discouraged(self) -> Pump:
         pump = Pump(spin=1e-6)
         while not pump.waits.spin.discouraged:
-            pump.waits.spin.spin([bool], 0)
+            pump.waits.spin.spin_failed()
         return pump
 
     async def test_a_task_yields_only_after_a_send(
@@ -1184,6 +1184,7 @@ class TestYielding:
         self.takes = 0.002
         for _ in range(130):
             assert not discouraged.try_spin(sent=True)
+            discouraged.waits.spin.slept(50_000)
         assert len(yields) == 2
 
     async def test_a_message_that_arrives_during_a_yield_is_found(

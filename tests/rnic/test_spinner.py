@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import pairwise
 
 import pytest
 import trio
@@ -118,7 +119,7 @@ def test_a_spin_is_as_long_as_waits_that_are_a_little_longer_than_it() -> None:
 def test_a_spin_that_was_given_up_as_too_short_is_tried_again_when_it_is_longer() -> None:
     spin = AdaptiveSpin(50e-6, max_failures=2, retry_every=64)
     for _ in range(2):
-        assert spin.spin([nothing], 0) is None
+        spin.spin_failed()
     assert spin.discouraged
     for _ in range(4):
         spin.slept(100_000)
@@ -175,7 +176,7 @@ def test_skipped_spins_discourage_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "expected"), [(0.0, 66), (50e-6, 200), (2e-3, 4)], ids=["none", "peer", "others"]
+    ("turn", "expected"), [(0.0, 66), (50e-6, 200), (2e-3, 2)], ids=["none", "peer", "others"]
 )
 def test_the_processor_is_yielded_to_a_peer_that_takes_a_short_turn(
     turn: float, expected: int, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +195,66 @@ def test_the_processor_is_yielded_to_a_peer_that_takes_a_short_turn(
     for _ in range(200):
         if spin.should_yield():
             spin.yield_processor()
+        spin.slept(1_000_000)
     assert yields == expected
+
+
+@pytest.mark.parametrize("yields", ["in a spin", "alone"])
+def test_waits_sleep_after_a_time_slice_of_another_process(
+    yields: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two busy loops on two processors: each yield would cost 4 ms, and a sleep costs 50 us."""
+    spin = AdaptiveSpin(50e-6, max_failures=8, retry_every=64)
+    now = lost = 0
+
+    def sched_yield() -> None:
+        nonlocal now, lost
+        lost += 1
+        now += 4_000_000
+
+    monkeypatch.setattr(os, "sched_yield", sched_yield)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now)
+    waits: list[int] = []
+    for number in range(50_000):
+        before = lost
+        if yields == "alone":
+            if spin.should_yield():
+                spin.yield_processor()
+        elif spin.should_spin():
+            assert spin.spin([nothing], now + spin.ns) is None
+        if lost > before:
+            waits.append(number)
+            assert spin.discouraged
+        now += 50_000
+        spin.slept(50_000)
+    pauses = [later - earlier for earlier, later in pairwise(waits)]
+    assert pauses == sorted(pauses)
+    assert 64 <= pauses[0] <= 130
+    assert 10 * pauses[0] < pauses[-1] <= 16_400
+    assert lost < 16
+
+
+def test_spins_come_back_when_the_processors_are_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spin = AdaptiveSpin(50e-6, max_failures=8, retry_every=64)
+    now = 0
+
+    def sched_yield() -> None:
+        nonlocal now
+        now += 4_000_000
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_yield", sched_yield)
+        patch.setattr(time, "perf_counter_ns", lambda: now)
+        assert spin.spin([nothing], now + spin.ns) is None
+    waits = 1
+    while not spin.should_spin():
+        spin.slept(50_000)
+        waits += 1
+    assert waits <= 130
+    assert spin.spin([lambda: True], 0)
+    assert not spin.discouraged
 
 
 @pytest.mark.parametrize("succeeds", [False, True])
@@ -211,8 +271,8 @@ def test_a_longer_spin_that_fails_is_tried_less_and_less_often(succeeds: bool) -
             assert spin.spin([lambda: True], 0)
             spin.slept(500_000)
         else:
-            assert spin.spin([nothing], 0) is None
-            assert spin.spin([nothing], 0) is None
+            spin.spin_failed()
+            spin.spin_failed()
         assert spin.ns == 50_000
         assert spin.discouraged is not succeeds
     if succeeds:

@@ -14,6 +14,11 @@ a processor of its own.  `AdaptiveSpin` finds out if it does:
   only takes the processor from the peer.  Then the stretch ends, and twice as many such waits are
   needed before the next one.
 
+* If another process keeps the processor after a yield, as a busy loop does for a time slice of some
+  milliseconds, the processors are *crowded*: the next waits sleep, without a spin or a yield,
+  because Linux gives a task that wakes up the processor at once.  Each further time slice that is
+  lost doubles the number of these waits.
+
 If no spin is worthwhile, a task that has sent something may at least yield the processor: Linux
 wakes a peer mostly on the processor of the task that woke it.  If yielding does not help, it too is
 done less often.
@@ -75,6 +80,12 @@ _LONG_TURN_NS: Final = 1_000_000
 """Nanoseconds: a process that keeps the processor for longer is no peer that answers.  Chosen."""
 _YIELD_BACKOFF: Final = 64
 """Waits without a yield after yields that did not help.  Chosen."""
+_FIRST_CROWDED: Final = 128
+"""Waits without a spin or a yield after a time slice of another process.  Chosen: a wait takes some
+50 us, so they take longer than the time slice."""
+_MOST_CROWDED: Final = 16_384
+"""Upper limit of that number.  Chosen: a time slice of 4 ms is then less than 1 % of the time, and
+the spin is tried again within a second."""
 
 
 class AdaptiveSpin:
@@ -91,9 +102,9 @@ class AdaptiveSpin:
     """
 
     __slots__ = (
-        "_failures", "_fruitless_yields", "_gain", "_max_failures", "_near_misses", "_normal_ns",
-        "_retry_every", "_retry_now_every", "_skipped", "_waits_to_stretch", "_yield_backoff",
-        "discouraged", "ns",
+        "_crowded", "_crowding", "_failures", "_fruitless_yields", "_gain", "_max_failures",
+        "_near_misses", "_normal_ns", "_retry_every", "_retry_now_every", "_skipped",
+        "_waits_to_stretch", "_yield_backoff", "discouraged", "ns",
     )  # fmt: skip
 
     def __init__(self, seconds: float, *, max_failures: int, retry_every: int) -> None:
@@ -110,9 +121,14 @@ class AdaptiveSpin:
         self.discouraged: bool = False
         self._fruitless_yields = 0  # consecutive
         self._yield_backoff = 0  # waits until the next yield
+        self._crowded = 0  # waits without a spin or a yield that are left
+        self._crowding = _FIRST_CROWDED  # their number after the next loss of the processor
 
     def slept(self, ns: int) -> None:
         """Note a wait of ``ns`` nanoseconds that ended in a sleep; a failed spin is included."""
+        if self._crowded:
+            self._crowded -= 1
+            return
         if ns > _STRETCH * self._normal_ns:
             self._near_misses = 0
             if self.ns > self._normal_ns:
@@ -137,6 +153,9 @@ class AdaptiveSpin:
         """True if a try is worthwhile now.  To be called once for each wait: it counts them."""
         if not self.discouraged:
             return True
+        if self._crowded:
+            self._crowded -= 1
+            return False
         self._skipped += 1
         if self._skipped < self._retry_now_every:
             return False
@@ -148,7 +167,7 @@ class AdaptiveSpin:
         if self._yield_backoff:
             self._yield_backoff -= 1
             return False
-        return True
+        return not self._crowded
 
     def yield_processor(self) -> None:
         """Let a peer run that waits for this processor, because it was woken on it.
@@ -164,7 +183,17 @@ class AdaptiveSpin:
             return
         self._fruitless_yields = 0
         if took > _LONG_TURN_NS:
-            self._yield_backoff = _YIELD_BACKOFF
+            self._lost_processor()
+
+    def _lost_processor(self) -> None:
+        """Another process has kept the processor for a time slice."""
+        self._crowded = self._crowding
+        self._crowding = min(2 * self._crowding, _MOST_CROWDED)
+        self._failures = self._max_failures
+        self.discouraged = True
+        self._skipped = self._retry_now_every  # after the crowded waits comes a try
+        self.ns = self._normal_ns
+        self._near_misses = 0
 
     def yield_was_useless(self) -> None:
         """No peer ran when the processor was yielded, or other tasks are runnable."""
@@ -186,17 +215,23 @@ class AdaptiveSpin:
                 if probe():
                     self.spin_succeeded()
                     return probe
-            if now() >= end:
-                self.spin_failed()
-                return None
             # If both ends share one processor, the peer could not run otherwise.
             os.sched_yield()
+            moment = now()
+            if moment >= end:
+                if moment - end > _LONG_TURN_NS:
+                    self._lost_processor()
+                else:
+                    self.spin_failed()
+                return None
 
     def spin_succeeded(self) -> None:
         """A try succeeded."""
         if self._failures:  # and only then it may be discouraged
             self._failures = max(0, self._failures - _SUCCESS_WEIGHT)
             self.discouraged = False
+            if not self._failures:
+                self._crowding = max(self._crowding // 2, _FIRST_CROWDED)
         self._retry_now_every = self._retry_every
         self._gain += 1
 
