@@ -193,6 +193,7 @@ def test_ctrl_c_ends_the_demo_without_a_traceback(line: str) -> None:
             rest = process.stdout.read()
         finally:
             stop.cancel()
+            stop.join()
     assert process.wait() == 130, seen + rest
     assert "Traceback" not in rest
 
