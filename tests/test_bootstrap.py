@@ -23,7 +23,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return True
 
     there = {"apt-get", "sudo"}
-    monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
+    monkeypatch.setattr("shutil.which", lambda name, **_: name if name in there else None)
     monkeypatch.setattr(bootstrap, "run_quietly", run)
     return ran
 
@@ -32,7 +32,7 @@ def test_without_root_and_sudo_the_line_is_printed(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    monkeypatch.setattr("shutil.which", lambda _name: None)
+    monkeypatch.setattr("shutil.which", lambda _name, **_: None)
     assert bootstrap.main(["dev", "dot", "tshark"]) == bootstrap.FAILED
     assert f"sudo {LINE}\n" in capsys.readouterr().err
     assert commands == []

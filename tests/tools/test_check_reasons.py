@@ -205,10 +205,10 @@ async def unaccepting_server(patch: Patch) -> AsyncIterator[int]:
 def break_handshakes(patch: Patch) -> None:
     """Let the server close each connection at its Proposal, because of a defect."""
 
-    def broken(**options: object) -> None:
+    def broken(*arguments: object) -> None:
         raise LookupError("a defect")
 
-    patch.setattr("trio_smc.connecting.accept.ServerNegotiation", broken)
+    patch.setattr("trio_smc.rendezvous.server.ServerNegotiation.receive_untrusted", broken)
 
 
 def make_another_user(patch: Patch) -> None:
