@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import trio
 import trio_smc
 from tests.e2e import killed_in_handshake
 from tests.e2e.killed_in_handshake import CONFIG, HOST
+from tests.e2e.test_process_ends import running
 from tests.timing import PATIENCE
 from trio_smc import FallbackReason, SmcStream
 
@@ -31,20 +31,6 @@ def remove_names(runtime_directory: Path) -> Iterator[None]:
     """Remove the names of the killed process, which another process would remove only later."""
     yield
     shutil.rmtree(runtime_directory / "trio-smc")
-
-
-@contextlib.asynccontextmanager
-async def process_of(command: list[str]) -> AsyncIterator[trio.Process]:
-    """A process that has ended when the block is left."""
-    process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
-    try:
-        yield process
-    finally:
-        process.kill()
-        with trio.CancelScope(shield=True):
-            await process.wait()
-            assert process.stdout is not None
-            await process.stdout.aclose()
 
 
 async def check_ended(stream: SmcStream) -> None:
@@ -74,7 +60,7 @@ async def test_a_client_gets_the_connection_of_a_server_that_is_killed(
     with trio.fail_after(2 * PATIENCE):
         async with (
             trio_smc.open_stack(CONFIG) as stack,
-            process_of([*COMMAND, "server", str(before), message]) as process,
+            running([*COMMAND, "server", str(before), message]) as process,
         ):
             assert process.stdout is not None
             port = int(await process.stdout.receive_some())
@@ -94,7 +80,7 @@ async def test_a_server_gets_the_connection_of_a_client_that_is_killed(
             [listener] = await stack.open_listeners(0, host=HOST)
             port = listener.socket.getsockname()[1]
             command = [*COMMAND, "client", str(before), message, str(port)]
-            async with process_of(command) as process:
+            async with running(command) as process:
                 streams = [await listener.accept() for _ in range(before + 1)]
                 assert await process.wait() == -signal.SIGKILL
                 for each in streams:
