@@ -1182,7 +1182,7 @@ class TestYielding:
     ) -> None:
         """A computing program keeps the processor for a whole time slice after each yield."""
         self.takes = 0.002
-        for _ in range(130):
+        for _ in range(16 + 130):
             assert not discouraged.try_spin(sent=True)
             discouraged.waits.spin.slept(50_000)
         assert len(yields) == 2

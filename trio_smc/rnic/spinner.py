@@ -14,10 +14,9 @@ a processor of its own.  `AdaptiveSpin` finds out if it does:
   only takes the processor from the peer.  Then the stretch ends, and twice as many such waits are
   needed before the next one.
 
-* If another process keeps the processor after a yield, as a busy loop does for a time slice of some
-  milliseconds, the processors are *crowded*: the next waits sleep, without a spin or a yield,
-  because Linux gives a task that wakes up the processor at once.  Each further time slice that is
-  lost doubles the number of these waits.
+* After a yield another process may keep the processor for milliseconds.  If it is a busy loop, a
+  peer's answer waits behind it, and a sleep would be better: Linux gives a task that wakes up the
+  processor at once.  `Crowd` finds that out.
 
 If no spin is worthwhile, a task that has sent something may at least yield the processor: Linux
 wakes a peer mostly on the processor of the task that woke it.  If yielding does not help, it too is
@@ -31,6 +30,7 @@ first two do not spin while other tasks are runnable, and `AcceptSpin` lets othe
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -42,6 +42,7 @@ __all__ = [
     "NEVER",
     "AcceptSpin",
     "AdaptiveSpin",
+    "Crowd",
     "Probe",
     "Spinner",
 ]
@@ -77,15 +78,84 @@ _NO_TURN_NS: Final = 10_000
 """Nanoseconds: a yield that was shorter ran no peer.  Chosen: a peer needs longer to be scheduled,
 to take a message and to answer it."""
 _LONG_TURN_NS: Final = 1_000_000
-"""Nanoseconds: a process that keeps the processor for longer is no peer that answers.  Chosen."""
+"""Nanoseconds: a yield that takes longer has perhaps delayed an answer.  Chosen: a peer alone
+answers sooner."""
 _YIELD_BACKOFF: Final = 64
 """Waits without a yield after yields that did not help.  Chosen."""
+_JUDGED: Final = 16
+"""Waits asleep that are compared with a long turn of other processes.  Chosen: so few cost less
+than the turn."""
+_SHORTER: Final = 8
+"""A wait asleep that is shorter than a long turn by this factor shows that the turn delayed an
+answer.  Measured: beside busy loops the factor is 87; among eight workers of one program it is
+about 3 (docs/decisions.md)."""
+_FORGIVEN: Final = 32
+"""Long turns that are not judged after some that delayed nothing.  Chosen."""
 _FIRST_CROWDED: Final = 128
-"""Waits without a spin or a yield after a time slice of another process.  Chosen: a wait takes some
-50 us, so they take longer than the time slice."""
+"""Waits without a spin or a yield after the first long turn that delayed an answer.  Chosen."""
 _MOST_CROWDED: Final = 16_384
-"""Upper limit of that number.  Chosen: a time slice of 4 ms is then less than 1 % of the time, and
-the spin is tried again within a second."""
+"""Upper limit of that number.  Chosen: a turn of 4 ms is then less than 1 % of the time, and the
+spin is tried again within a second."""
+
+
+class Crowd:
+    """Finds out if other processes keep the processor when a peer could answer.
+
+    A yield that takes milliseconds is no proof.  Eight workers of one program, which wait for one
+    another in any case, need as long, and to yield is quicker for them than to sleep.  So the
+    `_JUDGED` waits that follow such a *long turn* sleep.  If most of them are much shorter than the
+    turn, strangers have kept the processor: the processors are *crowded*, and more waits sleep.
+    Each further long turn doubles their number.
+
+    Args:
+      forgiven: long turns that are not judged; infinity: none is, because nobody tells how long
+        waits sleep.
+
+    Attributes:
+      left: waits that have to sleep, without a spin or a yield.
+    """
+
+    __slots__ = ("_forgiven", "_judged", "_next", "_short_ns", "_shorter", "left")
+
+    def __init__(self, forgiven: float = 0) -> None:
+        self.left: int = 0
+        self._next = _FIRST_CROWDED  # waits asleep if the next long turn delays an answer
+        self._forgiven = forgiven
+        self._judged = 0  # waits until the last long turn is judged
+        self._short_ns = 0  # a wait below this length is much shorter than that turn
+        self._shorter = 0  # how many of them there were
+
+    def lost_processor(self, ns: int) -> bool:
+        """Other processes have had the processor for a long turn, of ``ns`` nanoseconds.
+
+        Returns False if the turn counts like any other.
+        """
+        if self._forgiven:
+            self._forgiven -= 1
+            return False
+        self.left = self._judged = _JUDGED
+        self._short_ns = ns // _SHORTER
+        self._shorter = 0
+        return True
+
+    def slept(self, ns: int) -> None:
+        """One of the waits that are `left` has slept for ``ns`` nanoseconds."""
+        self.left -= 1
+        if not self._judged:
+            return
+        self._judged -= 1
+        self._shorter += ns < self._short_ns
+        if self._judged:
+            return
+        if 2 * self._shorter > _JUDGED:
+            self.left = self._next
+            self._next = min(2 * self._next, _MOST_CROWDED)
+        else:
+            self._forgiven = _FORGIVEN
+
+    def spins_succeed(self) -> None:
+        """The spin succeeds again and again: the next long turn may be the only one."""
+        self._next = max(self._next // 2, _FIRST_CROWDED)
 
 
 class AdaptiveSpin:
@@ -95,6 +165,7 @@ class AdaptiveSpin:
       seconds: how long to poll; 0: never.
       max_failures: failures before it is discouraged; a success cancels `_SUCCESS_WEIGHT` of them.
       retry_every: number of waits for each try while discouraged; doubles while the tries fail.
+      crowd: told of long turns.
 
     Attributes:
       ns: how long to poll, in nanoseconds: ``seconds``, or four times that.
@@ -102,12 +173,14 @@ class AdaptiveSpin:
     """
 
     __slots__ = (
-        "_crowded", "_crowding", "_failures", "_fruitless_yields", "_gain", "_max_failures",
-        "_near_misses", "_normal_ns", "_retry_every", "_retry_now_every", "_skipped",
+        "_crowd", "_failures", "_fruitless_yields", "_gain", "_max_failures", "_near_misses",
+        "_normal_ns", "_retry_every", "_retry_now_every", "_skipped",
         "_waits_to_stretch", "_yield_backoff", "discouraged", "ns",
     )  # fmt: skip
 
-    def __init__(self, seconds: float, *, max_failures: int, retry_every: int) -> None:
+    def __init__(
+        self, seconds: float, *, max_failures: int, retry_every: int, crowd: Crowd
+    ) -> None:
         self.ns: int = int(seconds * 1e9)
         self._normal_ns = self.ns
         self._near_misses = 0  # consecutive waits that a stretched spin would have covered
@@ -121,13 +194,12 @@ class AdaptiveSpin:
         self.discouraged: bool = False
         self._fruitless_yields = 0  # consecutive
         self._yield_backoff = 0  # waits until the next yield
-        self._crowded = 0  # waits without a spin or a yield that are left
-        self._crowding = _FIRST_CROWDED  # their number after the next loss of the processor
+        self._crowd = crowd
 
     def slept(self, ns: int) -> None:
         """Note a wait of ``ns`` nanoseconds that ended in a sleep; a failed spin is included."""
-        if self._crowded:
-            self._crowded -= 1
+        if self._crowd.left:
+            self._crowd.slept(ns)
             return
         if ns > _STRETCH * self._normal_ns:
             self._near_misses = 0
@@ -153,8 +225,7 @@ class AdaptiveSpin:
         """True if a try is worthwhile now.  To be called once for each wait: it counts them."""
         if not self.discouraged:
             return True
-        if self._crowded:
-            self._crowded -= 1
+        if self._crowd.left:
             return False
         self._skipped += 1
         if self._skipped < self._retry_now_every:
@@ -167,7 +238,7 @@ class AdaptiveSpin:
         if self._yield_backoff:
             self._yield_backoff -= 1
             return False
-        return not self._crowded
+        return not self._crowd.left
 
     def yield_processor(self) -> None:
         """Let a peer run that waits for this processor, because it was woken on it.
@@ -183,12 +254,12 @@ class AdaptiveSpin:
             return
         self._fruitless_yields = 0
         if took > _LONG_TURN_NS:
-            self._lost_processor()
+            self._lost_processor(took)
 
-    def _lost_processor(self) -> None:
-        """Another process has kept the processor for a time slice."""
-        self._crowded = self._crowding
-        self._crowding = min(2 * self._crowding, _MOST_CROWDED)
+    def _lost_processor(self, ns: int) -> None:
+        """Other processes have kept the processor for ``ns`` nanoseconds."""
+        if not self._crowd.lost_processor(ns):
+            return
         self._failures = self._max_failures
         self.discouraged = True
         self._skipped = self._retry_now_every  # after the crowded waits comes a try
@@ -219,10 +290,9 @@ class AdaptiveSpin:
             os.sched_yield()
             moment = now()
             if moment >= end:
+                self.spin_failed()
                 if moment - end > _LONG_TURN_NS:
-                    self._lost_processor()
-                else:
-                    self.spin_failed()
+                    self._lost_processor(moment - end)
                 return None
 
     def spin_succeeded(self) -> None:
@@ -231,7 +301,7 @@ class AdaptiveSpin:
             self._failures = max(0, self._failures - _SUCCESS_WEIGHT)
             self.discouraged = False
             if not self._failures:
-                self._crowding = max(self._crowding // 2, _FIRST_CROWDED)
+                self._crowd.spins_succeed()
         self._retry_now_every = self._retry_every
         self._gain += 1
 
@@ -285,7 +355,9 @@ class Spinner:
 
     def __init__(self, seconds: float, drain: Probe) -> None:
         self.sleeping: int = 0
-        self._spin = AdaptiveSpin(seconds, max_failures=_MAX_FAILURES, retry_every=_RETRY_EVERY)
+        self._spin = AdaptiveSpin(
+            seconds, max_failures=_MAX_FAILURES, retry_every=_RETRY_EVERY, crowd=Crowd(math.inf)
+        )
         self._drain = drain
 
     def until(self, ready: Probe, *, soon: bool = False) -> bool:
@@ -335,7 +407,10 @@ class AcceptSpin:
 
     def __init__(self, seconds: float) -> None:
         self._spin = AdaptiveSpin(
-            seconds, max_failures=_ACCEPT_MAX_FAILURES, retry_every=_ACCEPT_RETRY_EVERY
+            seconds,
+            max_failures=_ACCEPT_MAX_FAILURES,
+            retry_every=_ACCEPT_RETRY_EVERY,
+            crowd=Crowd(math.inf),
         )
         self._busy = False
 

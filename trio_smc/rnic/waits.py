@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from .spinner import AdaptiveSpin
+from .spinner import AdaptiveSpin, Crowd
 
 __all__ = ["WaitHistory"]
 
@@ -35,7 +35,9 @@ class WaitHistory:
     __slots__ = ("since", "spin")
 
     def __init__(self, seconds: float) -> None:
-        self.spin = AdaptiveSpin(seconds, max_failures=_MAX_FAILURES, retry_every=_RETRY_EVERY)
+        self.spin = AdaptiveSpin(
+            seconds, max_failures=_MAX_FAILURES, retry_every=_RETRY_EVERY, crowd=Crowd()
+        )
         self.since = 0
 
     def begin(self) -> int:
