@@ -287,7 +287,7 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
         f"load before {load}, {time.monotonic() - start:.0f} s in all"
     )
     if worse := report.worse(comparison, before):
-        print("WORSE than ever in the earlier runs: " + "; ".join(worse))
+        print("worse in every round than in all earlier runs: " + "; ".join(worse))
     return comparison, right
 
 

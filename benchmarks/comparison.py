@@ -71,7 +71,7 @@ def save(comparison: Comparison, directory: Path = DIRECTORY) -> Path:
         "ratios": ratios,
     }
     directory.mkdir(exist_ok=True)
-    path = machines.path_of(machine["processor"], directory)
+    path = directory / f"{machines.plain_name(machine['processor'])}.json"
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     return path
 

@@ -1,9 +1,10 @@
-"""The results of each measured machine: a file in ``benchmarks/machines`` for each processor.
+"""The results of each measured machine: a file in ``benchmarks/machines`` for each processor and
+version of Python.
 
 `make bench ARGS="--machine"` and `make bench ARGS="--programs --machine"` write the results of this
 machine there; `make performance` shows the ranges over all machines in README and on the pages.
-`make bench` compares with the machine that has the same processor, because ratios differ much more
-between processors than from run to run.
+`make bench` compares with the machine that has the same processor and Python, because ratios differ
+much more between those than from run to run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ import trio
 import trio_smc
 from benchmarks.report import Comparison, Earlier
 
-__all__ = ["DIRECTORY", "Kind", "earlier", "load", "path_of", "save", "this_machine"]
+__all__ = [
+    "DIRECTORY", "Kind", "earlier", "load", "path_of", "plain_name", "save", "this_machine",
+    "title",
+]  # fmt: skip
 
 DIRECTORY: Final = Path(__file__).with_name("machines")
 Kind = Literal["programs", "transports"]
@@ -51,10 +55,25 @@ def this_machine() -> dict[str, Any]:
     }
 
 
-def path_of(processor: str, directory: Path = DIRECTORY) -> Path:
-    """The file of the machines with this processor."""
+def plain_name(processor: str) -> str:
+    """The name of a processor for a file."""
     plain = re.sub(r"\((r|tm)\)| processor| cpu|@.*", "", processor.lower())
-    return directory / (re.sub(r"[^a-z0-9]+", "-", plain).strip("-") + ".json")
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+
+
+def title(machine: Mapping[str, Any]) -> str:
+    """The processor and the version of Python, such as "AMD EPYC, Python 3.11"."""
+    return f"{machine['processor']}, Python {_minor(machine)}"
+
+
+def _minor(machine: Mapping[str, Any]) -> str:
+    major, minor, *_ = machine["python"].split(".")
+    return f"{int(major)}.{int(minor)}"
+
+
+def path_of(machine: Mapping[str, Any], directory: Path = DIRECTORY) -> Path:
+    """The file of the machines with the processor and the version of Python of ``machine``."""
+    return directory / f"{plain_name(machine['processor'])}-python-{_minor(machine)}.json"
 
 
 def load(directory: Path = DIRECTORY) -> list[dict[str, Any]]:
@@ -72,18 +91,19 @@ def load(directory: Path = DIRECTORY) -> list[dict[str, Any]]:
 def earlier(
     kind: Kind, *, pinned: bool, directory: Path = DIRECTORY
 ) -> tuple[Mapping[str, Earlier], str]:
-    """The ratios of the machine with the processor of this one, and a sentence about it."""
-    processor = this_machine()["processor"]
-    path = path_of(processor, directory)
+    """The ratios of the machine with the processor and the Python of this one, and a sentence about
+    it."""
+    machine = this_machine()
+    path = path_of(machine, directory)
     content = json.loads(path.read_text()) if path.exists() else {}
     part = content.get(kind, {}).get(_placed(pinned))
     if part is None:
-        return {}, f"no earlier results of this kind of processor: {processor}"
+        return {}, f"no earlier results of this kind of machine: {title(machine)}"
     found = {
         name: Earlier(ratio=ratio, least=least, most=most)
         for name, (ratio, least, most) in part["ratios"].items()
     }
-    return found, f"before: {content['machine']['processor']}, {path.name}"
+    return found, f"before: {title(content['machine'])}, {path.name}"
 
 
 def _placed(pinned: bool) -> str:
@@ -93,7 +113,7 @@ def _placed(pinned: bool) -> str:
 def save(kind: Kind, comparisons: Sequence[Comparison], directory: Path = DIRECTORY) -> Path:
     """Write the ratios of this machine; rows that were not measured now keep their values."""
     machine = this_machine()
-    path = path_of(machine["processor"], directory)
+    path = path_of(machine, directory)
     content = json.loads(path.read_text()) if path.exists() else {}
     content["machine"] = machine
     for each in comparisons:

@@ -78,8 +78,8 @@ def summary(contents: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|",
     ]
     lines += [f"| {kind} | {_ranges(contents, names)} |" for kind, names in SUMMARY.items()]
-    processors = ", ".join(content["machine"]["processor"] for content in contents)
-    lines += ["", f"Measured on: {processors}. A number above 1 means that SMC-R is better."]
+    measured = "; ".join(machines.title(content["machine"]) for content in contents)
+    lines += ["", f"Measured on: {measured}. A number above 1 means that SMC-R is better."]
     return "\n".join(lines) + "\n"
 
 
@@ -127,7 +127,7 @@ def programs(contents: Sequence[dict[str, Any]]) -> str:
     measured = [content for content in contents if _program_ratios(content)]
     heads = ["program"]
     for content in measured:
-        name = content["machine"]["processor"]
+        name = machines.title(content["machine"])
         heads += [f"{name}: times as fast", "processor time"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for workload in unmodified.WORKLOADS.values():
@@ -206,7 +206,7 @@ def _with(text: str, place: str, new: str) -> str:
 def draw(contents: Sequence[dict[str, Any]]) -> None:
     """Draw the two plots: programs and transports, with a bar for each machine."""
     of_programs = {
-        content["machine"]["processor"]: {
+        machines.title(content["machine"]): {
             key.removesuffix(f" | {unmodified.RUN}"): values
             for key, values in _program_ratios(content).items()
             if key.endswith(f" | {unmodified.RUN}")
@@ -223,7 +223,7 @@ def draw(contents: Sequence[dict[str, Any]]) -> None:
             ratios = content.get("transports", {}).get(placed, {}).get("ratios", {})
             for key, values in ratios.items():
                 metric, _, transport = key.partition(" | ")
-                label = f"{transport}, {content['machine']['processor']}"
+                label = f"{transport}, {machines.title(content['machine'])}"
                 bars.setdefault(label, {})[metric] = values
         if bars:
             metrics = [each.name for one in WORKLOADS.values() for each in one.metrics]

@@ -33,20 +33,21 @@ def test_this_machine() -> None:
 @pytest.mark.parametrize(
     ("processor", "name"),
     [
-        ("Intel(R) Xeon(R) Processor @ 2.10GHz", "intel-xeon"),
-        ("Intel(R) Xeon(R) Processor", "intel-xeon"),
-        ("AMD EPYC 7R13 Processor", "amd-epyc-7r13"),
-        ("../../etc/passwd", "etc-passwd"),
+        ("Intel(R) Xeon(R) Processor @ 2.10GHz", "intel-xeon-python-3.14"),
+        ("Intel(R) Xeon(R) Processor", "intel-xeon-python-3.14"),
+        ("AMD EPYC 7R13 Processor", "amd-epyc-7r13-python-3.14"),
+        ("../../etc/passwd", "etc-passwd-python-3.14"),
     ],
 )
 def test_the_name_of_a_file(processor: str, name: str) -> None:
-    assert machines.path_of(processor) == machines.DIRECTORY / f"{name}.json"
+    machine = {"processor": processor, "python": "3.14.0rc1"}
+    assert machines.path_of(machine) == machines.DIRECTORY / f"{name}.json"
 
 
 def test_results_are_saved_and_found_again(tmp_path: Path) -> None:
     found, note = machines.earlier("programs", pinned=False, directory=tmp_path)
     assert found == {}
-    assert note.startswith("no earlier results of this kind of processor: ")
+    assert note.startswith("no earlier results of this kind of machine: ")
     machines.save("programs", [comparison("echo", pinned=False, faster=2)], tmp_path)
     machines.save("programs", [comparison("file", pinned=False, faster=3)], tmp_path)
     both = [comparison("rtt", pinned=pinned, faster=4 + pinned) for pinned in (True, False)]
@@ -64,7 +65,21 @@ def test_results_are_saved_and_found_again(tmp_path: Path) -> None:
     assert content["machine"] == machines.this_machine()
 
 
+def test_results_of_another_python_are_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machines.save("programs", [comparison("echo", pinned=False, faster=2)], tmp_path)
+    other = {**machines.this_machine(), "python": "3.99.1"}
+    monkeypatch.setattr(machines, "this_machine", lambda: other)
+    assert machines.earlier("programs", pinned=False, directory=tmp_path)[0] == {}
+    second = machines.save("programs", [comparison("echo", pinned=False, faster=3)], tmp_path)
+    assert first != second
+    assert len(machines.load(tmp_path)) == 2
+
+
 def test_the_files_of_the_repository() -> None:
+    for path in machines.DIRECTORY.glob("*.json"):
+        assert machines.path_of(json.loads(path.read_text())["machine"]) == path
     for content in machines.load():
         for kind in ("programs", "transports"):
             for part in content.get(kind, {}).values():

@@ -156,8 +156,8 @@ def test_the_pages_show_ranges_over_machines(
     measured = tmp_path / "machines"
     measured.mkdir()
     for processor, ratio in (("One CPU", 1.5), ("Other CPU", 2.5)):
-        path = machines.path_of(processor, measured)
-        path.write_text(json.dumps(machine(processor, ratio)))
+        content = machine(processor, ratio)
+        machines.path_of(content["machine"], measured).write_text(json.dumps(content))
     monkeypatch.setattr(machines, "load", partial(machines.load, measured))
     monkeypatch.setattr(comparison, "load", partial(list[dict[str, Any]], [compared()]))
     for name in ("README", "PAGE", "HELPS", "COMPARISON"):
