@@ -252,22 +252,35 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             return discovery.publish_nothing(name, FallbackReason.PEER_NOT_CAPABLE)
         return discovery.publish(name, self._stack.nursery, dual_stack=dual_stack)
 
-    def serves(self, sock: trio.socket.SocketType) -> bool:
-        """True if this is the listener of a socket of the program.
-
-        A listener ends here if the program has closed its socket, or given its descriptor number to
-        another one.
-        """
-        if not self._cookie or self._closed:
+    def is_for(self, sock: trio.socket.SocketType) -> bool:
+        """True if this is the open listener of a socket of the program."""
+        if not self._cookie or self._closed or self.socket.fileno() != sock.fileno():
             return False
+        return self._has_own_descriptor()
+
+    def end_if_replaced(self, sock: trio.socket.SocketType) -> None:
+        """End the listener if the program has closed its socket, or if ``sock`` is another socket
+        and has the number of its descriptor."""
+        if not self._cookie or self._closed:
+            return
         number = self.socket.fileno()
-        if number < 0:
-            self.close()
-        elif number == sock.fileno():
-            if self._cookie == _cookie(sock):
-                return True
+        if number < 0 or (number == sock.fileno() and not self._has_own_descriptor()):
             self.stop()
-        return False
+
+    def _has_own_descriptor(self) -> bool:
+        """True if the descriptor of `socket` is still open, and that of the same socket.
+
+        The program may close a socket of its own by its number, and the kernel then gives the
+        number to another file.
+        """
+        if self.socket.fileno() < 0:
+            return False
+        if not self._cookie:
+            return True
+        try:
+            return _cookie(self.socket) == self._cookie
+        except OSError:  # closed, or a file that is no socket
+            return False
 
     async def accept(self) -> SmcStream:
         """Return the next stream; its mode is the result of the handshake.
@@ -382,7 +395,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if sys.platform != "linux" or self.socket.fileno() < 0:
             return
         seconds = self.socket.getsockopt(*_DEFER_ACCEPT)
-        if seconds:
+        if seconds and self._has_own_descriptor():
             self.socket.setsockopt(*_DEFER_ACCEPT, 0)
             self.deferral = seconds
 
@@ -426,7 +439,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     def close(self) -> None:
         """`aclose` without the checkpoint."""
         self.stop()
-        self.socket.close()
+        if self._has_own_descriptor():
+            self.socket.close()
 
     def leave_stack(self) -> None:
         """End the listener, because the stack ends; a socket of the program stays open."""
@@ -454,7 +468,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self._ready.popleft().abort()
         self._waiting_calls.unpark_all()
         self._watching_calls.unpark_all()
-        if self.deferral and self.socket.fileno() >= 0:
+        if self.deferral and self._has_own_descriptor():
             self.socket.setsockopt(*_DEFER_ACCEPT, self.deferral)  # for the next `listen`
         self._stack.remove_listener(self)
 
@@ -634,8 +648,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await self._acceptance.leave_to_others(self._stack.timers)
             if self._closed:
                 return
-            if self.socket.fileno() < 0:
-                self.close()  # the program has closed the socket itself
+            if not self._has_own_descriptor():
+                self.stop()  # the program has closed the socket itself
                 return
             self._stack.check_not_forked()  # the connections are the parent's
             self._accept_waiting(plain, begin)

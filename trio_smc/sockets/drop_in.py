@@ -754,7 +754,9 @@ class Unconnected(Side):
             self._note_shutdown()
 
     def close(self) -> None:
-        (self.listener or self.plain).close()
+        if self.listener is not None:
+            self.listener.close()
+        self.plain.close()  # the listener closes only the socket that it was made for
 
     def detach(self) -> int:
         if self.listener is not None:
@@ -1185,9 +1187,11 @@ def _listener(stack: Stack, plain: trio.socket.SocketType) -> SmcListener:
     """
     runtime = stack.runtime
     for known in runtime.listeners:
-        # The program may wrap one socket of the standard library again and again.
-        if isinstance(known, SmcListener) and known.serves(plain):
-            return known
+        if isinstance(known, SmcListener):
+            # The program may wrap one socket of the standard library again and again.
+            if known.is_for(plain):
+                return known
+            known.end_if_replaced(plain)
     remote = any(rnic.kind == "roce" for rnic in runtime.rnic_set.opened)
     return SmcListener(runtime, plain, stack.config, accept_on_demand=not remote, of_program=True)
 
