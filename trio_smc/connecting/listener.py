@@ -157,29 +157,38 @@ class ListenerHost(HandshakeHost, Protocol):
         """A context manager: leaving the stack cancels ``work`` and waits for its end."""
 
 
-class Incoming:
-    """A connection that `SmcListener.hand_out` passes to the task that serves the connection."""
-
-    __slots__ = ("_listener", "_accepted")
-
-    def __init__(self, listener: SmcListener | None, accepted: SmcStream | Arrival) -> None:
-        self._listener = listener  # None: the stream is plain TCP
-        self._accepted = accepted
+class Incoming(Protocol):
+    """An accepted connection, as seen by the task that serves the connection."""
 
     async def stream(self) -> SmcStream | None:
         """Finish the handshake and return the stream; None if the connection had to be closed.
 
         Never raises because of the client.
         """
-        if isinstance(self._accepted, Arrival) and self._listener is not None:
-            return await self._listener._finish_handshake(self._accepted)
-        assert not isinstance(self._accepted, Arrival)
-        return self._accepted
 
     async def spin_for_next(self) -> None:
         """Spin for the next connection. To be awaited after the stream was closed."""
-        if self._listener is not None:
-            await self._listener._spin_for_next()
+
+
+class _Accepted:
+    """A connection of a listener (`Incoming`): a stream, or one that needs a handshake first."""
+
+    __slots__ = ("_accepted", "_listener")
+
+    def __init__(self, listener: SmcListener, accepted: SmcStream | Arrival) -> None:
+        self._listener = listener
+        self._accepted = accepted
+
+    async def stream(self) -> SmcStream | None:
+        """See `Incoming.stream`."""
+        accepted = self._accepted
+        if isinstance(accepted, Arrival):
+            return await self._listener._finish_handshake(accepted)
+        return accepted
+
+    async def spin_for_next(self) -> None:
+        """See `Incoming.spin_for_next`."""
+        await self._listener._spin_for_next()
 
 
 @ki_protected
@@ -426,7 +435,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     def _hand_ready(self, stream: SmcStream, start_task: Callable[[Incoming], None]) -> None:
         self._connection_left()
         try:
-            start_task(Incoming(self, stream))
+            start_task(_Accepted(self, stream))
         except BaseException:
             stream.abort()
             raise
@@ -565,7 +574,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     def _hand_arrival(self, arrival: Arrival, start_task: Callable[[Incoming], None]) -> bool:
         """Hand a connection out before its handshake; False if its task cannot be started."""
         try:
-            start_task(Incoming(self, arrival))
+            start_task(_Accepted(self, arrival))
         except BaseException as error:
             self._report_error(error)
             return False

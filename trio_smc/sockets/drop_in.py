@@ -649,7 +649,7 @@ class Unconnected(Side):
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
         with self._listener_errors():
             while (listener := await self._find_listener()) is None:
-                take(Incoming(None, await self._accept_plain()))
+                take(_PlainIncoming(await self._accept_plain()))
             await listener.hand_out(take)
 
     def _forget_stopped_listener(self) -> None:
@@ -1147,6 +1147,22 @@ class OverSmc(Side):
 
     def dup(self) -> trio.socket.SocketType:
         unsupported()
+
+
+class _PlainIncoming:
+    """A connection that was accepted without a listener, and uses plain TCP (`Incoming`)."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: TcpStream) -> None:
+        self._stream = stream
+
+    async def stream(self) -> TcpStream:
+        """The stream."""
+        return self._stream
+
+    async def spin_for_next(self) -> None:
+        """No-op."""
 
 
 class Closed(Side):
