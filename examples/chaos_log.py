@@ -10,7 +10,7 @@ import time
 from collections import deque
 from itertools import islice
 
-from trio_smc import Fallback, Stack
+from trio_smc import BaseObserver, Fallback, Stack
 from trio_smc.wire import cdc, llc
 
 __all__ = ["Recollection", "log_everything"]
@@ -78,11 +78,8 @@ class Recollection(logging.Handler):
         return sorted(records)
 
 
-class LogObserver:
-    """A `trio_smc.Observer`."""
-
-    def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
-        """Not logged."""
+class LogObserver(BaseObserver):
+    """Logs transitions, LLC messages and fallbacks."""
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
         """Log each LLC message, decoded."""
@@ -96,9 +93,6 @@ class LogObserver:
                 link, "->" if outgoing else "<-", message[4:8].hex(),
                 int.from_bytes(message[2:4], "big"),
             )  # fmt: skip
-
-    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
-        """Not logged."""
 
     def state(self, subject: object, old: str, new: str, event: str) -> None:
         """Log every transition."""

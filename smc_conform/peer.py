@@ -203,6 +203,9 @@ class Handshake:
     # --- the implementation is the server ----------------------------------------------------
 
     async def _propose(self) -> None:
+        fields = {**self.peer.offer(self), **self.changes("proposal")}
+        gid = fields["gid"] if self.version == 1 else fields["roce_gid"]
+        self.peer.claim(fields["peer_id"], gid)
         await self.tcp.send(self._sent("proposal", PROPOSAL, **self.peer.offer(self)))
 
     async def _receive_accept(self) -> None:
@@ -279,6 +282,7 @@ class Handshake:
         self.connection = Connection(self.tcp, self.group)
         self.connection.first_contact = not self.subsequent
         fields = {"first_contact": int(not self.subsequent), **self.credentials()}
+        self.peer.claim(self.changes("accept").get("peer_id", self.peer_id), fields["gid"])
         await self.tcp.send(self._sent("accept", ACCEPT, **fields))
 
     def _terms(self) -> dict[str, Any]:
@@ -472,6 +476,7 @@ class Peer:
         self.until = self.waits.until
         self._tcps: list[Tcp] = []
         self._groups: list[Group] = []
+        self._claimant = object()  # outlives this peer, which holds much more
 
     # --- waits ---------------------------------------------------------------------------------
 
@@ -644,6 +649,10 @@ class Peer:
     def new_peer_id(self) -> bytes:
         """A peer ID that no implementation has seen: an instance number and a MAC (A.2.1)."""
         return self.session.new_instance().to_bytes(2, "big") + self.session.devices[0].rnic.mac
+
+    def claim(self, peer_id: bytes, gid: bytes) -> None:
+        """Note the identity that this check shows the implementation; see `Session.claim`."""
+        self.session.claim(peer_id if any(peer_id) else gid, self._claimant)
 
     def new_group(self, peer_id: bytes) -> Group:
         """A link group of the suite, without links."""

@@ -28,6 +28,8 @@ _LAG: Final = 0.05
 """Seconds by which this process runs late, and that count as a stall."""
 _STALL: Final = 0.4
 """Seconds of stalls that make a failure doubtful."""
+_HOSTS: Final = 254
+"""Values of the last byte of an IPv4 address in a network of 256; 0 and 255 are no hosts."""
 _STALE: Final = 1.0
 """Seconds after which an accepted connection that no check has taken is closed: the client's timer
 for SMC Accept runs (RFC 7609, C.5)."""
@@ -90,6 +92,10 @@ class Session:
     _instances: Iterator[int] = field(
         default_factory=partial(itertools.count, secrets.randbits(16))
     )
+    _hosts: Iterator[int] = field(
+        default_factory=partial(itertools.count, secrets.randbelow(_HOSTS))
+    )
+    _claims: dict[bytes, object] = field(default_factory=dict)
 
     async def watch_itself(self) -> None:
         """Note when this process does not run for a while, because the host is busy."""
@@ -114,6 +120,34 @@ class Session:
         With random numbers two of a thousand link groups often had the same one.
         """
         return next(self._instances) & 0xFFFF
+
+    def new_gid(self) -> bytes:
+        """A GID of version 2 that no RNIC of the suite has, and that no other check of the run has.
+
+        It is an address in the network of 256 addresses around the first RNIC, so that the
+        implementation has the same route to both.
+        """
+        taken = {device.rnic.gid for device in self.devices}
+        while True:
+            gid = self.devices[0].rnic.gid[:-1] + bytes((1 + next(self._hosts) % _HOSTS,))
+            if gid not in taken and gid not in self._claims:
+                return gid
+
+    def claim(self, identity: bytes, owner: object) -> None:
+        """Note that one check has an identity, by which the implementation finds link groups.
+
+        The claim lasts as long as the run, because the implementation may keep a link group after
+        the check that has made the group.
+
+        Args:
+          identity: the peer ID of the suite, or its GID if it sends no peer ID.
+          owner: the check, as the object that all its handshakes share.
+
+        Raises:
+          RuntimeError: another check has this identity.
+        """
+        if self._claims.setdefault(identity, owner) is not owner:
+            raise RuntimeError(f"another check of this run has the identity {identity.hex()}")
 
     @property
     def role(self) -> Role:

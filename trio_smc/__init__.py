@@ -22,7 +22,7 @@ import logging
 from trio_smc._api import open_listeners, open_stack, open_stream, serve
 from trio_smc._base import release as _release
 from trio_smc._base.errors import ProtocolError, SmcUnavailable
-from trio_smc._base.observer import Observer
+from trio_smc._base.observer import BaseObserver, Observer
 from trio_smc._base.reasons import Fallback, FallbackReason, Mode, Origin
 from trio_smc._base.statistics import Agreed, StackStatistics, StreamStatistics
 from trio_smc._events import EventStream, StackEvent, open_events
@@ -42,6 +42,7 @@ from trio_smc.streams.stream import SmcSocket, SmcStream
 
 __all__ = [
     "Agreed",
+    "BaseObserver",
     "Config",
     "ConnectionCursors",
     "ConnectionView",

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import trio
 
+from trio_smc._base.observer import BaseObserver
 from trio_smc._base.reasons import Fallback
 from trio_smc._base.statistics import Agreed
 from trio_smc.datapath.connection import Connection
@@ -161,8 +162,8 @@ def open_events(stack: Stack, *, limit: int = _LIMIT) -> Iterator[EventStream]:
         stack.remove_observer(observer)
 
 
-class EventObserver:
-    """Passes the events of a stack to ``put`` (`trio_smc.Observer`).
+class EventObserver(BaseObserver):
+    """Passes the events of a stack to ``put``.
 
     Args:
       endpoint_of: returns the endpoint of a connection, or None if it is CLOSED.
@@ -178,18 +179,6 @@ class EventObserver:
         self._put = put
         # The addresses of open connections. An aborted one has no TCP connection any more.
         self._names: dict[Connection, _Names] = {}
-
-    def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
-        """Not an event."""
-
-    def llc(self, link: object, outgoing: bool, message: bytes) -> None:
-        """Not an event."""
-
-    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
-        """Not an event."""
-
-    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
-        """Not an event."""
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         """Report that a connection became SMC-R, stays on TCP, or was refused."""

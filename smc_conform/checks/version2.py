@@ -114,7 +114,8 @@ async def version_2_alone(peer: Peer) -> None:
 @check("v2.2-3", "A Proposal of version 2 alone may have a peer ID, GID and MAC of zeros.", SERVER)
 async def no_names(peer: Peer) -> None:
     zeros = {"peer_id": bytes(8), "gid": bytes(16), "mac": bytes(6)}
-    handshake = await peer.reach(Phase.READY, change={"proposal": {**ONLY, **zeros}})
+    values = {**ONLY, **zeros, "roce_gid": peer.session.new_gid()}
+    handshake = await peer.reach(Phase.READY, change={"proposal": values})
     await handshake.connection.echo(b"as Linux proposes")
 
 
@@ -697,12 +698,13 @@ async def full_group(peer: Peer) -> None:
     await handshake.connection.echo(b"in another group")
 
 
-@check("v2.7-2", "Clients without a peer ID differ by their GIDs.", SERVER, needs=TWO)
+@check("v2.7-2", "Clients without a peer ID differ by their GIDs.", SERVER)
 async def clients_differ_by_gid(peer: Peer) -> None:
-    nameless = {**ONLY, "peer_id": bytes(8)}
-    first = await peer.reach(Phase.READY, change={"proposal": nameless})
-    gid = peer.session.devices[1].rnic.gid
-    other = await peer.reach(Phase.ACCEPTED, change={"proposal": {**nameless, "roce_gid": gid}})
+    def nameless() -> dict[str, Any]:
+        return {**ONLY, "peer_id": bytes(8), "roce_gid": peer.session.new_gid()}
+
+    first = await peer.reach(Phase.READY, change={"proposal": nameless()})
+    other = await peer.reach(Phase.ACCEPTED, change={"proposal": nameless()})
     if not other.accept.first_contact:
         raise Failed("a client with another GID gets the group of the first one")
     await first.connection.echo(b"goes on")

@@ -72,6 +72,37 @@ async def test_an_ipv6_wildcard_socket_accepts_ipv4(stack: Stack) -> None:
                 await close_all(accepted)
 
 
+async def test_a_listener_leaves_a_socket_that_has_its_number_alone(stack: Stack) -> None:
+    """The program may close its socket by the number, which the kernel then gives to another."""
+    deferral = (socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT)
+    with socket.create_server((HOST, 0)) as raw, socket.create_server((HOST, 0)) as other:
+        raw.setsockopt(*deferral, 10)
+        sock = trio.socket.from_stdlib_socket(raw)
+        listener = SmcListener(stack.runtime, sock, QUICK, of_program=True)
+        assert listener.is_for(sock)
+        assert raw.getsockopt(*deferral) == 0
+        os.dup2(other.fileno(), raw.fileno(), inheritable=False)
+        assert not listener.is_for(sock)
+        assert listener in stack.runtime.listeners  # a question has no effect
+        other.setsockopt(*deferral, 3)
+        with trio.move_on_after(0):
+            await listener.accept()
+        assert raw.getsockopt(*deferral) == other.getsockopt(*deferral) != 0
+        other.setsockopt(*deferral, 0)
+        with trio.fail_after(PATIENCE), socket.socket() as client:
+            client.setblocking(False)
+            client.connect_ex(other.getsockname())
+            await trio.lowlevel.wait_writable(client)
+            listener.end_if_replaced(sock)
+            with pytest.raises(OSError, match="Invalid argument"):
+                await listener.accept()
+            listener.close()
+            accepted, _ = other.accept()
+            accepted.close()
+        assert raw.getsockopt(*deferral) == 0  # and it is open
+        assert listener not in stack.runtime.listeners
+
+
 async def test_a_port_in_use_is_an_error(stack: Stack, listener: SmcListener) -> None:
     host, port = address_of(listener)
     with pytest.raises(OSError, match="in use") as caught:

@@ -13,9 +13,9 @@ import trio
 import trio_smc
 
 NAMES = {
-    "Agreed", "Config", "ConnectionCursors", "ConnectionView", "EventStream", "Fallback",
-    "FallbackReason", "LinkGroup", "LinkGroupKind", "LinkView", "Mode", "Observer", "Origin",
-    "ProtocolError", "RmbView", "Settings", "SmcListener", "SmcSocket", "SmcStream",
+    "Agreed", "BaseObserver", "Config", "ConnectionCursors", "ConnectionView", "EventStream",
+    "Fallback", "FallbackReason", "LinkGroup", "LinkGroupKind", "LinkView", "Mode", "Observer",
+    "Origin", "ProtocolError", "RmbView", "Settings", "SmcListener", "SmcSocket", "SmcStream",
     "SmcUnavailable", "SoftRnic", "Stack", "StackEvent", "StackStatistics", "StreamStatistics",
     "VerbsRnic", "disable", "enable", "load_config", "load_settings", "open_events",
     "open_listeners", "open_stack", "open_stream", "serve", "set_up_tcp_option", "stacks",

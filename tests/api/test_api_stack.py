@@ -637,6 +637,25 @@ async def test_observers_see_all_events(caplog: pytest.LogCaptureFixture) -> Non
         assert len(broken.events) == seen
 
 
+async def test_an_observer_defines_only_the_methods_that_it_needs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Modes(trio_smc.BaseObserver):
+        def __init__(self) -> None:
+            self.seen: list[trio_smc.Fallback | None] = []
+
+        def mode(self, connection: object, fallback: trio_smc.Fallback | None) -> None:
+            self.seen.append(fallback)
+
+    async with two_stacks() as (client, _, listener):
+        modes = Modes()
+        client.add_observer(modes)
+        await check_serves(client, listener)
+        await wait_until_freed(client)
+    assert modes.seen == [None]
+    assert not caplog.records
+
+
 async def test_observers_of_fallbacks() -> None:
     recorder = Recorder()
     async with trio_smc.open_stack(QUICK) as stack:

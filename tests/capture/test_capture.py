@@ -31,7 +31,6 @@ from tests.streams.stream_pairs import HOST, smc_config
 from tests.timing import PATIENCE
 from tests.wire import tshark_reader as tshark
 from trio_smc import Stack
-from trio_smc._base.reasons import Fallback
 from trio_smc.capture import frames, pcapng, sinks
 from trio_smc.capture.dissection import Seen, Unreadable, Write, dissect
 from trio_smc.wire import clc, llc
@@ -51,7 +50,7 @@ def seen_in(path: Path) -> list[Seen]:
     return list(dissect(packets_of(path)))
 
 
-class Record:
+class Record(trio_smc.BaseObserver):
     """An observer that keeps all messages, and the address, RKey and length of each write."""
 
     def __init__(self) -> None:
@@ -69,12 +68,6 @@ class Record:
 
     def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
         self.writes.append((address, rkey, len(data)))
-
-    def state(self, subject: object, old: str, new: str, event: str) -> None:
-        pass
-
-    def mode(self, connection: object, fallback: Fallback | None) -> None:
-        pass
 
 
 @asynccontextmanager

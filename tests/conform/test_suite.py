@@ -14,7 +14,7 @@ from scripts import conform_mutants
 from scripts.conform_findings import findings
 from smc_conform.catalogue import all_checks
 from smc_conform.cli import main
-from smc_conform.peer import Peer
+from smc_conform.peer import Peer, Phase
 from smc_conform.registry import NEEDS, Check
 from smc_conform.reports.document import Document, changes, counts, document, read_document
 from smc_conform.reports.junit import junit
@@ -152,6 +152,43 @@ async def test_a_run_ends_at_a_number_of_failures(
 async def test_all_peer_ids_of_a_run_differ(tmp_path: Path) -> None:
     async with open_session(replace(OPTIONS, directory=tmp_path)) as session:
         assert len({session.new_instance() for _ in range(1 << 16)}) == 1 << 16
+
+
+async def keep_open(stream: trio.SocketStream) -> None:
+    await trio.sleep_forever()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_two_checks_that_share_an_identity_do_not_pass(version: int, tmp_path: Path) -> None:
+    """Such checks would find each other's link group, in some orders."""
+
+    def proposes(*, own_gid: bool = False, **values: bytes) -> Check:
+        async def steps(peer: Peer) -> None:
+            more = {"roce_gid": peer.session.new_gid()} if own_gid else {}
+            for _ in range(2):  # a check may use its identity again
+                await peer.reach(Phase.PROPOSED, change={"proposal": {**values, **more}})
+
+        return Check("a/1-1", "It works.", frozenset(Role), frozenset(), steps)
+
+    with_peer_id, without = proposes(peer_id=bytes(range(8))), proposes(peer_id=bytes(8))
+    own_gids = [proposes(own_gid=True, peer_id=bytes(8))] * (8 if version == 2 else 0)
+    checks = [*[proposes()] * 8, with_peer_id, without, *own_gids, with_peer_id, without]
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            nursery.start_soon(trio.serve_listeners, keep_open, [listener])
+            port = listener.socket.getsockname()[1]
+            options = replace(
+                OPTIONS, host="127.0.0.1", port=port, directory=tmp_path, version=version,
+                ueid="SMC-CONFORM.TEST",
+            )  # fmt: skip
+            async with open_session(options) as session:
+                found = [await Runner(session).run(check) for check in checks]
+            nursery.cancel_scope.cancel()
+    assert {each.verdict for each in found[:-2]} == {Verdict.PASS}
+    for each in found[-2:]:
+        assert each.verdict is Verdict.INCONCLUSIVE
+        assert "another check of this run has the identity" in each.detail
 
 
 # --- reports -------------------------------------------------------------------------------------

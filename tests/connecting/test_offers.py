@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import trio_smc
@@ -13,8 +11,8 @@ from trio_smc import Config, SoftRnic
 from trio_smc.wire import clc
 
 
-class Proposals:
-    """Records the Proposals that a stack sends (`trio_smc.Observer`)."""
+class Proposals(trio_smc.BaseObserver):
+    """Records the Proposals that a stack sends."""
 
     def __init__(self) -> None:
         self.sent: list[clc.Proposal] = []
@@ -23,11 +21,6 @@ class Proposals:
         found = clc.decode_untrusted(message)
         if isinstance(found, clc.Proposal):
             self.sent.append(found)
-
-    def llc(self, *args: Any, **kwargs: Any) -> None:
-        """Ignore all other events."""
-
-    cdc = rdma_write = state = mode = llc
 
 
 @pytest.mark.v2("v2.2/9", "v2.1/6", "v2.7/6")

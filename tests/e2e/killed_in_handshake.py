@@ -15,14 +15,13 @@ import sys
 import trio
 
 import trio_smc
-from trio_smc import Fallback
 from trio_smc.wire import clc, llc
 
 HOST = "127.0.0.1"
 CONFIG = trio_smc.Config(learn_short=False, tcp_option="off")
 
 
-class Killer:
+class Killer(trio_smc.BaseObserver):
     """An observer that kills the process at a message, after as many messages of the same kind."""
 
     def __init__(self, before: int, message: str) -> None:
@@ -39,18 +38,6 @@ class Killer:
             if not self._before:
                 os.kill(os.getpid(), signal.SIGKILL)
             self._before -= 1
-
-    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
-        pass
-
-    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
-        pass
-
-    def state(self, subject: object, old: str, new: str, event: str) -> None:
-        pass
-
-    def mode(self, connection: object, fallback: Fallback | None) -> None:
-        pass
 
 
 async def main(role: str, before: int, message: str, port: int) -> None:

@@ -22,7 +22,7 @@ TO_SERVER, TO_CLIENT = 1, 2
 PIECE = 50_000
 
 
-class Watch:
+class Watch(trio_smc.BaseObserver):
     """An observer that wakes tasks that wait for states."""
 
     def __init__(self) -> None:
@@ -39,11 +39,6 @@ class Watch:
     def wake(self) -> None:
         changed, self._changed = self._changed, trio.Event()
         changed.set()
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *_, **__: None
 
 
 class Traffic:

@@ -30,7 +30,7 @@ _SMC_D = (1, 3)
 _DIAG_MODES = {Mode.SMC_R: "SMCR", Mode.TCP: "TCP"}
 
 
-class Seen(trio_smc.Observer):
+class Seen(trio_smc.BaseObserver):
     """An observer that keeps the messages, without data."""
 
     def __init__(self) -> None:
@@ -50,18 +50,6 @@ class Seen(trio_smc.Observer):
 
     def llc(self, link: object, outgoing: bool, message: bytes) -> None:
         self.llc_messages.append((trio.current_time() % 1000, outgoing, bytes(message)))
-
-    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
-        """Too many to keep."""
-
-    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
-        """Too many to keep."""
-
-    def state(self, subject: object, old: str, new: str, event: str) -> None:
-        """Ignored: the steps query the stack instead."""
-
-    def mode(self, connection: object, fallback: Fallback | None) -> None:
-        """Ignored: the steps query the stream instead."""
 
 
 @dataclass

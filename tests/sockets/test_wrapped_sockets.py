@@ -25,6 +25,7 @@ from tests.timing import PATIENCE
 HOST: Final = "127.0.0.1"
 QUIET: Final = 0.02
 """Seconds without a runnable task after which a call counts as waiting."""
+DEFER_ACCEPT: Final = (socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT)
 CONFIG: Final = trio_smc.Config(learn_short=False, tcp_option="off")
 
 Program = Callable[[], Any]
@@ -122,6 +123,26 @@ async def listening_sockets_that_the_program_closes() -> list[object]:
         with socket.create_server((HOST, 0)) as listening:
             listener = trio.socket.from_stdlib_socket(listening)
             seen.append(await serve_one(listener, listening.getsockname()))
+    return seen
+
+
+@in_one_run
+async def a_listening_socket_with_the_number_of_another_one() -> list[object]:
+    """The program has closed the first by its number; the second keeps its own options."""
+    seen: list[object] = []
+    for replaced in (False, True):
+        with socket.create_server((HOST, 0)) as first, socket.create_server((HOST, 0)) as second:
+            first.setsockopt(*DEFER_ACCEPT, 10)
+            wrapped = trio.socket.from_stdlib_socket(first)
+            seen.append(await serve_one(wrapped, first.getsockname()))
+            os.dup2(second.fileno(), first.fileno(), inheritable=False)
+            if replaced:
+                wrapped = trio.socket.from_stdlib_socket(first)
+                seen.append(await serve_one(wrapped, second.getsockname()))
+            wrapped.close()
+            seen += [first.fileno(), second.getsockopt(*DEFER_ACCEPT)]
+            wrapped = trio.socket.from_stdlib_socket(second)
+            seen.append(await serve_one(wrapped, second.getsockname()))
     return seen
 
 

@@ -7,8 +7,7 @@ import trio
 
 from tests.streams.stream_pairs import close_both, open_pairs, read, smc_config, tcp_config
 from tests.timing import PATIENCE
-from trio_smc import Stack
-from trio_smc._base.observer import ObserverGroup
+from trio_smc import BaseObserver, Stack
 from trio_smc.rnic.pump import UNHOOKED, UNUSED_PASSES
 from trio_smc.wire import llc
 
@@ -55,13 +54,12 @@ async def test_tcp_connections_leave_the_pump_idle() -> None:
             await close_both((client, server))
 
 
-class TestLinkCounter(ObserverGroup):
+class TestLinkCounter(BaseObserver):
     """Records the direction of TEST LINK messages; ``enough`` is set at the tenth."""
 
     __test__ = False
 
     def __init__(self) -> None:
-        super().__init__(())
         self.tests: list[bool] = []
         self.enough = trio.Event()
 

@@ -32,7 +32,7 @@ from trio_smc import FallbackReason
 from trio_smc.control import protocol as control
 from trio_smc.tools import client, inspection
 from trio_smc.tools.cli import main
-from trio_smc.tools.places import groups_of_processes
+from trio_smc.tools.places import groups_of_processes, identity_of
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="inspects another user")
 USER = 54321
@@ -45,10 +45,11 @@ PEER = """
 import os, sys, warnings
 import encodings.idna, trio  # before: USER may be unable to import
 from tests.tools import tools_peer
-os.setgroups([int(each) for each in sys.argv[1:]]); os.setgid(USER); os.setuid(USER)
+user, *groups = [int(each) for each in sys.argv[1:]]
+os.setgroups(groups); os.setgid(user); os.setuid(user)
 warnings.simplefilter("ignore", ResourceWarning)
 trio.run(tools_peer.main, "pair")
-""".replace("USER", str(USER))
+"""
 
 
 @pytest.fixture
@@ -63,13 +64,13 @@ def theirs() -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def running_as_other(directory: Path, *groups: int) -> AsyncIterator[int]:
-    """Run a process of the other user with an SMC-R and a TCP connection. Yields its number.
+async def running_as_other(directory: Path, *groups: int, user: int = USER) -> AsyncIterator[int]:
+    """Run a process of a user with an SMC-R and a TCP connection. Yields its number.
 
     groups: its supplementary groups.
     """
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-c", PEER, *map(str, groups)],
+        [sys.executable, "-c", PEER, str(user), *map(str, groups)],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={"PATH": os.environ["PATH"], "TRIO_SMC_DIRECTORY": str(directory)},
     )  # fmt: skip
@@ -168,6 +169,34 @@ async def test_root_inspects_a_process_with_a_group_of_its_own(theirs: Path) -> 
         f"trio-smc ss: no running process of user root has a stack in {theirs}, which a group "
         "shares; a process answers only its own user\n"
     )
+
+
+@root_only
+async def test_root_inspects_its_own_process_with_a_group_of_its_own(theirs: Path) -> None:
+    os.chown(theirs, USER, GROUP)
+    os.chmod(theirs, 0o3770)
+    async with running_as_other(theirs, GROUP, user=0) as pid:
+        for words in (("--user", "root", "--directory", theirs), ("--user", "root"), ("--all",)):
+            done = await quick_command("ss", "--json", *words)
+            assert done.out, done.err
+            assert pid in [each["pid"] for each in json.loads(done.out)], done.err
+            assert f"user root: {theirs}" not in done.err
+
+
+@root_only
+def test_root_needs_no_right_to_set_the_groups_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A user namespace may refuse setgroups(2), also to its root."""
+
+    def refuse(groups: list[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.setgroups", refuse)
+    with identity_of(0, [os.getegid(), *os.getgroups()]):
+        pass
+    with pytest.raises(PermissionError), identity_of(0, [GROUP]):
+        pytest.fail("root has the group without setgroups(2)")
 
 
 @root_only
@@ -355,7 +384,7 @@ async def test_directories_that_a_group_cannot_share_yet(
 
 def test_the_general_remedy_keeps_a_shared_directory() -> None:
     why = trio_smc.Fallback.local(FallbackReason.DIRECTORY_UNUSABLE)
-    assert "or 3770 for a group" in why.remedy
+    assert "or 3770 if a group shares it" in why.remedy
 
 
 def test_the_child_prints_its_findings(

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, Protocol
 
 from .reasons import Fallback
 
-__all__ = ["LinkEnd", "LinkEnds", "Observer", "ObserverGroup", "link_ends", "tcp_names"]
+__all__ = [
+    "BaseObserver",
+    "LinkEnd",
+    "LinkEnds",
+    "Observer",
+    "ObserverGroup",
+    "link_ends",
+    "tcp_names",
+]
 
 LOGGER = logging.getLogger("trio_smc")
 
@@ -42,6 +50,28 @@ class Observer(Protocol):
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         """A connection uses SMC-R (``fallback`` is None) or TCP.  ``connection`` is None if it was
         refused because it cannot use SMC-R."""
+
+
+class BaseObserver:
+    """An `Observer` without effect.  A subclass defines only the methods that it needs."""
+
+    def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
+        """No-op."""
+
+    def llc(self, link: object, outgoing: bool, message: bytes) -> None:
+        """No-op."""
+
+    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
+        """No-op."""
+
+    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
+        """No-op."""
+
+    def state(self, subject: object, old: str, new: str, event: str) -> None:
+        """No-op."""
+
+    def mode(self, connection: object, fallback: Fallback | None) -> None:
+        """No-op."""
 
 
 class Observed(Protocol):

@@ -251,8 +251,8 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.DIRECTORY_UNUSABLE: _Explanation(
         "the private directory cannot be used",
-        "give it a parent directory and mode 0700, or 3770 for a group; 'trio-smc check' and the "
-        "log name the cause",
+        "give it a parent directory, and mode 0700, or 3770 if a group shares it; 'trio-smc check' "
+        "and the log name the cause",
         Diagnosis.CONFIGURATION,
         at_decider=True,
     ),

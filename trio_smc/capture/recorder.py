@@ -30,8 +30,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, TypeAlias, TypeVar
 
-from trio_smc._base.observer import LinkEnd, link_ends, tcp_names
-from trio_smc._base.reasons import Fallback
+from trio_smc._base.observer import BaseObserver, LinkEnd, link_ends, tcp_names
 from trio_smc.capture import frames, pcapng
 
 __all__ = ["Capture"]
@@ -72,7 +71,7 @@ class _Link:
         self.peer_psn = peer.psn
 
 
-class Capture:
+class Capture(BaseObserver):
     """An observer that records messages and writes (`trio_smc.Stack.add_observer`).
 
     Args:
@@ -133,9 +132,6 @@ class Capture:
         """Remove a link that is DOWN."""
         if new == "DOWN":
             self._links.pop(subject, None)
-
-    def mode(self, connection: object, fallback: Fallback | None) -> None:
-        """No-op: the CLC messages show the mode."""
 
     # --- frames ------------------------------------------------------------------------------
 

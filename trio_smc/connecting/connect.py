@@ -178,17 +178,12 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
                     await trio.lowlevel.checkpoint()  # perhaps the call had no other checkpoint
         if attempt.cancelled:
             raise trio.ClosedResourceError("the stack was closed")
+    except HandshakeCut as error:
+        return _after_cut(stack, attempt, config, error)
     except BaseException as error:
         if attempt.cancelled and isinstance(error, Exception):
             raise trio.ClosedResourceError("the stack was closed") from None
-        known = not attempt.assumed(config)  # otherwise the end may be the answer to the Proposal
-        if isinstance(error, HandshakeCut) and known and not config.require_smc:
-            # Over TCP this call succeeds, and the next one shows that the server has gone.
-            fallback = Fallback.local(FallbackReason.ENDED_IN_HANDSHAKE)
-            return _tcp_stream(stack, attempt.sock, fallback, clc_begun=attempt.clc_begun)
         close_with_reset(attempt.sock)
-        if isinstance(error, HandshakeCut):
-            raise ConnectionResetError(*error.args) from error.__cause__
         if isinstance(error, Exception) and not isinstance(error, OSError):
             LOGGER.exception("the SMC-R handshake failed")
             text = "the SMC-R handshake failed because of a defect on this side"
@@ -203,6 +198,26 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
         stack.groups.count_tcp(None, outcome)
         raise SmcUnavailable(outcome)
     return _tcp_stream(stack, attempt.sock, outcome, clc_begun=attempt.clc_begun)
+
+
+def _after_cut(
+    stack: ConnectHost, attempt: Attempt, config: Config, error: HandshakeCut
+) -> TcpStream:
+    """The stream of a connection that the server has ended during the handshake.
+
+    Raises:
+      ConnectionResetError: `Config.require_smc` is set, or SMC-R was only assumed.
+      trio.ClosedResourceError: the stack was left meanwhile.
+    """
+    if attempt.cancelled:
+        raise trio.ClosedResourceError("the stack was closed") from None
+    known = not attempt.assumed(config)  # otherwise the end may be the answer to the Proposal
+    if known and not config.require_smc:
+        # Over TCP this call succeeds, and the next one shows that the server has gone.
+        fallback = Fallback.local(FallbackReason.ENDED_IN_HANDSHAKE)
+        return _tcp_stream(stack, attempt.sock, fallback, clc_begun=attempt.clc_begun)
+    close_with_reset(attempt.sock)
+    raise ConnectionResetError(*error.args) from error.__cause__
 
 
 async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> RdmaStream | Fallback:

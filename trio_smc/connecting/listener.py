@@ -157,29 +157,38 @@ class ListenerHost(HandshakeHost, Protocol):
         """A context manager: leaving the stack cancels ``work`` and waits for its end."""
 
 
-class Incoming:
-    """A connection that `SmcListener.hand_out` passes to the task that serves the connection."""
-
-    __slots__ = ("_listener", "_accepted")
-
-    def __init__(self, listener: SmcListener | None, accepted: SmcStream | Arrival) -> None:
-        self._listener = listener  # None: the stream is plain TCP
-        self._accepted = accepted
+class Incoming(Protocol):
+    """An accepted connection, as seen by the task that serves the connection."""
 
     async def stream(self) -> SmcStream | None:
         """Finish the handshake and return the stream; None if the connection had to be closed.
 
         Never raises because of the client.
         """
-        if isinstance(self._accepted, Arrival) and self._listener is not None:
-            return await self._listener._finish_handshake(self._accepted)
-        assert not isinstance(self._accepted, Arrival)
-        return self._accepted
 
     async def spin_for_next(self) -> None:
         """Spin for the next connection. To be awaited after the stream was closed."""
-        if self._listener is not None:
-            await self._listener._spin_for_next()
+
+
+class _Accepted:
+    """A connection of a listener (`Incoming`): a stream, or one that needs a handshake first."""
+
+    __slots__ = ("_accepted", "_listener")
+
+    def __init__(self, listener: SmcListener, accepted: SmcStream | Arrival) -> None:
+        self._listener = listener
+        self._accepted = accepted
+
+    async def stream(self) -> SmcStream | None:
+        """See `Incoming.stream`."""
+        accepted = self._accepted
+        if isinstance(accepted, Arrival):
+            return await self._listener._finish_handshake(accepted)
+        return accepted
+
+    async def spin_for_next(self) -> None:
+        """See `Incoming.spin_for_next`."""
+        await self._listener._spin_for_next()
 
 
 @ki_protected
@@ -252,22 +261,35 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             return discovery.publish_nothing(name, FallbackReason.PEER_NOT_CAPABLE)
         return discovery.publish(name, self._stack.nursery, dual_stack=dual_stack)
 
-    def serves(self, sock: trio.socket.SocketType) -> bool:
-        """True if this is the listener of a socket of the program.
-
-        A listener ends here if the program has closed its socket, or given its descriptor number to
-        another one.
-        """
-        if not self._cookie or self._closed:
+    def is_for(self, sock: trio.socket.SocketType) -> bool:
+        """True if this is the open listener of a socket of the program."""
+        if not self._cookie or self._closed or self.socket.fileno() != sock.fileno():
             return False
+        return self._has_own_descriptor()
+
+    def end_if_replaced(self, sock: trio.socket.SocketType) -> None:
+        """End the listener if the program has closed its socket, or if ``sock`` is another socket
+        and has the number of its descriptor."""
+        if not self._cookie or self._closed:
+            return
         number = self.socket.fileno()
-        if number < 0:
-            self.close()
-        elif number == sock.fileno():
-            if self._cookie == _cookie(sock):
-                return True
+        if number < 0 or (number == sock.fileno() and not self._has_own_descriptor()):
             self.stop()
-        return False
+
+    def _has_own_descriptor(self) -> bool:
+        """True if the descriptor of `socket` is still open, and that of the same socket.
+
+        The program may close a socket of its own by its number, and the kernel then gives the
+        number to another file.
+        """
+        if self.socket.fileno() < 0:
+            return False
+        if not self._cookie:
+            return True
+        try:
+            return _cookie(self.socket) == self._cookie
+        except OSError:  # closed, or a file that is no socket
+            return False
 
     async def accept(self) -> SmcStream:
         """Return the next stream; its mode is the result of the handshake.
@@ -382,7 +404,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if sys.platform != "linux" or self.socket.fileno() < 0:
             return
         seconds = self.socket.getsockopt(*_DEFER_ACCEPT)
-        if seconds:
+        if seconds and self._has_own_descriptor():
             self.socket.setsockopt(*_DEFER_ACCEPT, 0)
             self.deferral = seconds
 
@@ -413,7 +435,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     def _hand_ready(self, stream: SmcStream, start_task: Callable[[Incoming], None]) -> None:
         self._connection_left()
         try:
-            start_task(Incoming(self, stream))
+            start_task(_Accepted(self, stream))
         except BaseException:
             stream.abort()
             raise
@@ -426,7 +448,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     def close(self) -> None:
         """`aclose` without the checkpoint."""
         self.stop()
-        self.socket.close()
+        if self._has_own_descriptor():
+            self.socket.close()
 
     def leave_stack(self) -> None:
         """End the listener, because the stack ends; a socket of the program stays open."""
@@ -454,7 +477,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
             self._ready.popleft().abort()
         self._waiting_calls.unpark_all()
         self._watching_calls.unpark_all()
-        if self.deferral and self.socket.fileno() >= 0:
+        if self.deferral and self._has_own_descriptor():
             self.socket.setsockopt(*_DEFER_ACCEPT, self.deferral)  # for the next `listen`
         self._stack.remove_listener(self)
 
@@ -551,7 +574,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     def _hand_arrival(self, arrival: Arrival, start_task: Callable[[Incoming], None]) -> bool:
         """Hand a connection out before its handshake; False if its task cannot be started."""
         try:
-            start_task(Incoming(self, arrival))
+            start_task(_Accepted(self, arrival))
         except BaseException as error:
             self._report_error(error)
             return False
@@ -634,8 +657,8 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 await self._acceptance.leave_to_others(self._stack.timers)
             if self._closed:
                 return
-            if self.socket.fileno() < 0:
-                self.close()  # the program has closed the socket itself
+            if not self._has_own_descriptor():
+                self.stop()  # the program has closed the socket itself
                 return
             self._stack.check_not_forked()  # the connections are the parent's
             self._accept_waiting(plain, begin)

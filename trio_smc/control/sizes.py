@@ -11,17 +11,17 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.observer import BaseObserver
 from trio_smc.wire import cdc
 
 if TYPE_CHECKING:
-    from trio_smc._base.reasons import Fallback
     from trio_smc._stack import Stack
 
 __all__ = ["SizeCounter"]
 
 
-class SizeCounter:
-    """Counts sizes from `start` to `stop` (`trio_smc.Observer`)."""
+class SizeCounter(BaseObserver):
+    """Counts sizes from `start` to `stop`."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -74,18 +74,6 @@ class SizeCounter:
         if 0 < advance <= ring:
             self._received[_limit(advance)] += 1
         self._counts[decoded.alert_token] = position
-
-    def clc(self, connection: object, outgoing: bool, message: bytes) -> None:
-        """Not counted."""
-
-    def llc(self, link: object, outgoing: bool, message: bytes) -> None:
-        """Not counted."""
-
-    def state(self, subject: object, old: str, new: str, event: str) -> None:
-        """Not counted."""
-
-    def mode(self, connection: object, fallback: Fallback | None) -> None:
-        """Not counted."""
 
 
 def _limit(size: int) -> int:

@@ -389,9 +389,8 @@ class Negotiation(ABC):
 
     def fail_tcp(self) -> None:
         """Fail: the TCP connection ended during the handshake."""
-        error = HandshakeCut(errno.ECONNRESET, "the connection ended during the SMC-R handshake")
-        error.__cause__ = self._cause
-        self.outcome = Failed(error)
+        text = "the connection ended during the SMC-R handshake"
+        self._fail(errno.ECONNRESET, text, HandshakeCut)
 
     def abandon(self) -> None:
         """Release the RMB element, and end a group that is still forming (3.5.1.6.4)."""
@@ -588,7 +587,7 @@ class Negotiation(ABC):
         self._cause = ProtocolError("unexpected SMC Decline")
         self.machine.send("decline")
 
-    def _fail(self, number: int, text: str) -> None:
-        error = OSError(number, text)
+    def _fail(self, number: int, text: str, kind: type[OSError] = OSError) -> None:
+        error = kind(number, text)
         error.__cause__ = self._cause
         self.outcome = Failed(error)

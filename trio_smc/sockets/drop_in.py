@@ -649,7 +649,7 @@ class Unconnected(Side):
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
         with self._listener_errors():
             while (listener := await self._find_listener()) is None:
-                take(Incoming(None, await self._accept_plain()))
+                take(_PlainIncoming(await self._accept_plain()))
             await listener.hand_out(take)
 
     def _forget_stopped_listener(self) -> None:
@@ -754,7 +754,9 @@ class Unconnected(Side):
             self._note_shutdown()
 
     def close(self) -> None:
-        (self.listener or self.plain).close()
+        if self.listener is not None:
+            self.listener.close()
+        self.plain.close()  # the listener closes only the socket that it was made for
 
     def detach(self) -> int:
         if self.listener is not None:
@@ -1147,6 +1149,22 @@ class OverSmc(Side):
         unsupported()
 
 
+class _PlainIncoming:
+    """A connection that was accepted without a listener, and uses plain TCP (`Incoming`)."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: TcpStream) -> None:
+        self._stream = stream
+
+    async def stream(self) -> TcpStream:
+        """The stream."""
+        return self._stream
+
+    async def spin_for_next(self) -> None:
+        """No-op."""
+
+
 class Closed(Side):
     """After the close of a connection over SMC-R: every call raises EBADF.
 
@@ -1185,9 +1203,11 @@ def _listener(stack: Stack, plain: trio.socket.SocketType) -> SmcListener:
     """
     runtime = stack.runtime
     for known in runtime.listeners:
-        # The program may wrap one socket of the standard library again and again.
-        if isinstance(known, SmcListener) and known.serves(plain):
-            return known
+        if isinstance(known, SmcListener):
+            # The program may wrap one socket of the standard library again and again.
+            if known.is_for(plain):
+                return known
+            known.end_if_replaced(plain)
     remote = any(rnic.kind == "roce" for rnic in runtime.rnic_set.opened)
     return SmcListener(runtime, plain, stack.config, accept_on_demand=not remote, of_program=True)
 

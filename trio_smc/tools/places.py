@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -37,7 +37,7 @@ class Places(NamedTuple):
 
 
 @contextlib.contextmanager
-def identity_of(uid: int, of_processes: Iterable[int] = ()) -> Iterator[None]:
+def identity_of(uid: int, of_processes: Collection[int] = ()) -> Iterator[None]:
     """Have the effective user, group and groups of a user for the block, and the real user's after
     it.
 
@@ -48,12 +48,12 @@ def identity_of(uid: int, of_processes: Iterable[int] = ()) -> Iterator[None]:
     Raises:
       OSError: the system refuses it.
     """
-    if uid == os.geteuid():
+    own, group, groups = os.geteuid(), os.getegid(), os.getgroups()
+    # Root needs the groups of its processes, too. A container may permit no change of groups.
+    if uid == own and {group, *groups}.issuperset(of_processes):
         yield
         return
-    group, groups = os.getegid(), os.getgroups()
     theirs, their_groups = _groups_of(uid, of_processes)
-    own = os.geteuid()
     try:
         os.setgroups(their_groups)
         os.setegid(theirs)
@@ -65,7 +65,7 @@ def identity_of(uid: int, of_processes: Iterable[int] = ()) -> Iterator[None]:
         os.setgroups(groups)
 
 
-def _groups_of(uid: int, of_processes: Iterable[int]) -> tuple[int, list[int]]:
+def _groups_of(uid: int, of_processes: Collection[int]) -> tuple[int, list[int]]:
     """The primary group and all groups of a user; one without an entry has none but its number."""
     try:
         known = pwd.getpwuid(uid)

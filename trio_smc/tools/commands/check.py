@@ -399,8 +399,8 @@ def _conclude(report: Report, stream: SmcStream, offered_v2: bool) -> None:
     report.fallback = stream.fallback.as_dict()
 
 
-class _Messages:
-    """Adds a step for each message of the handshake (a `trio_smc.Observer`).
+class _Messages(trio_smc.BaseObserver):
+    """Adds a step for each message of the handshake.
 
     Attributes:
       first: the index of the first step that this observer adds.
@@ -438,15 +438,6 @@ class _Messages:
         except ProtocolError as error:
             name = f"an unreadable message: {error}"
         self._add("LLC", "ok", outgoing, name)
-
-    def cdc(self, link: object, outgoing: bool, message: bytes) -> None:
-        pass
-
-    def rdma_write(self, link: object, address: int, rkey: int, data: memoryview) -> None:
-        pass
-
-    def state(self, subject: object, old: str, new: str, event: str) -> None:
-        pass
 
     def mode(self, connection: object, fallback: Fallback | None) -> None:
         self._finished = True
