@@ -19,7 +19,7 @@ from trio_smc.rnic.soft.ring import CLOSED, PORT_DOWN, ReceiveRing, SendRing, Se
 # Compiled code would not call the replaced functions.
 pytestmark = [pytest.mark.pure, pytest.mark.calculates]
 
-NAMES = {0: "HEAD", 8: "POSTED", 16: "ARMED", 24: "WAITING", 32: "HELD"}
+NAMES = {0: "HEAD", 8: "POSTED", 16: "ARMED", 24: "WAITING", 32: "HELD", 40: "TAKEN"}
 Model = Callable[[Execution], bool]
 
 

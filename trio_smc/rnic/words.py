@@ -29,6 +29,8 @@ WAITING   *Fences*, as ARMED: the sender stores WAITING, then loads POSTED; the 
 HELD and  None.  The receiver loads them after the end of the sender's process.  The kernel closes
 progress  the process's sockets after the last store of its threads, and the receiver notices the
           end of a socket first.
+TAKEN     None.  The receiver stores it before it closes the socket of the queue pair, and the
+          sender loads it when it has noticed the end of that socket.
 RKeys     None.  A side that revokes a region sends DELETE RKEY first, and waits for the reply
           (RFC 7609, 3.5.5.2).  The word only stops a peer that goes on writing.
 ========  ==========================================================================================

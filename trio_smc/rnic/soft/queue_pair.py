@@ -9,6 +9,9 @@ requests wait behind it.  So the send queue is normally empty.  `_ready_peer` is
 request can be executed at once (RTS, port up, peer known, queue empty), else None.  `deliver` works
 only in the first case: its return value is the result, so it has no completion.
 
+If the peer ends while a send is executed, nobody knows yet if the peer has taken the message.  The
+send stays in the queue then, as `_published`, until the peer's socket has ended.
+
 An error ends the queue pair as with verbs: the request that failed completes with its status, and
 all later ones with WR_FLUSH_ERR.  All posted receives together have *one* completion with
 WR_FLUSH_ERR.  Messages that the peer has sent before the error are delivered first.
@@ -74,6 +77,7 @@ _STATUS_OF: Final = {
     Sent.GONE: _UNREACHABLE,
     Sent.INVALID: int(WcStatus.GENERAL_ERR),
     Sent.UNKNOWN: _UNREACHABLE,
+    Sent.ENDING: STALLED,
 }
 
 
@@ -120,6 +124,7 @@ class SoftQueuePair(QueuePair):
         self._psn = -1
         self._peer_name: tuple[bytes, int] | None = None
         self._queue: deque[Request] = deque()
+        self._published = False  # the first request of `_queue` is in the ring of an ending peer
         self._holds_writes = False  # an RDMA write may be in `_queue`
 
     # -- states --------------------------------------------------------------------------
@@ -197,10 +202,15 @@ class SoftQueuePair(QueuePair):
         if len(data) > RECEIVE_SIZE:
             raise RnicError(errno.EINVAL, f"a send has at most {RECEIVE_SIZE} bytes")
         peer = self._ready_peer
-        if peer is not None and not peer.ring.put(data):
-            if signaled:
-                self._complete((self.qp_num, _SEND, _OK, wr_id, None))
-            return
+        if peer is not None:
+            sent = peer.ring.put(data)
+            if not sent:
+                if signaled:
+                    self._complete((self.qp_num, _SEND, _OK, wr_id, None))
+                return
+            if sent == Sent.ENDING:
+                self._hold_published(Request(wr_id, signaled, bytes(data)))
+                return
         self._post(Request(wr_id, signaled, bytes(data)))
 
     def post_write(
@@ -238,7 +248,7 @@ class SoftQueuePair(QueuePair):
         sent = peer.ring.put(message)
         if not sent:
             return True
-        if sent == Sent.UNKNOWN:
+        if sent in (Sent.UNKNOWN, Sent.ENDING):
             self._enter_err(Request(0, True, message), _UNREACHABLE)
             raise DeliveryUnknown
         return False
@@ -411,6 +421,12 @@ class SoftQueuePair(QueuePair):
             # The request may wait long, and the caller may reuse its buffer if it is cancelled.
             self._queue[-1] = request.copied()
 
+    def _hold_published(self, request: Request) -> None:
+        """Keep a request that may have reached a peer that is ending, until it has ended."""
+        self._published = True
+        self._ready_peer = None
+        self._queue.append(request)
+
     def _hold_writes(self, *, held: bool) -> None:
         self._holds_writes = held
         peer = self._sockets.peer
@@ -419,6 +435,8 @@ class SoftQueuePair(QueuePair):
 
     def _execute(self, request: Request) -> int:
         """Execute one request; return a `WcStatus` or `STALLED`."""
+        if self._published:
+            return STALLED
         if not self._rnic.port_active:
             return _FLUSHED
         sockets = self._sockets
@@ -433,7 +451,9 @@ class SoftQueuePair(QueuePair):
         if sockets.unsent:
             return STALLED
         if request.message is not None:
-            return _STATUS_OF[peer.ring.put(request.message)]
+            sent = peer.ring.put(request.message)
+            self._published = sent == Sent.ENDING
+            return _STATUS_OF[sent]
         if peer.ring.is_closed():
             return _UNREACHABLE
         if request.rkey not in peer.regions:
@@ -476,6 +496,9 @@ class SoftQueuePair(QueuePair):
         if ring.set_posted_finally(CLOSED if notify else PORT_DOWN) and notify:
             self._ring_doorbell()
         taken = ring.take_untrusted(self._complete)
+        ring.publish_taken()
+        if self._published:
+            self._finish_published()
         if failed is not None:
             self._finish(failed, status)
         for request in self._queue:
@@ -486,6 +509,15 @@ class SoftQueuePair(QueuePair):
         self._rnic.stop_polling(self)
         self._sockets.close(quietly=quietly)
         return taken
+
+    def _finish_published(self) -> None:
+        """Complete the request that was published while the peer ended."""
+        request = self._queue.popleft()
+        peer = self._sockets.peer
+        if peer is None or not peer.ring.was_taken():
+            self._finish(request, _UNREACHABLE)
+        elif request.signaled:
+            self._finish(request, _OK)
 
     def _ring_doorbell(self) -> None:
         if self._sockets.peer is None:

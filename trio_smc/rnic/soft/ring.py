@@ -1,7 +1,7 @@
 """The receive queue of a software queue pair: a ring of slots that the peer writes into.
 
 Theory of operation.  A ring is one memfd that belongs to the receiver and is mapped by exactly
-one sender; the key page (`regions`) is its last page.  Five words control the ring, each in a cache
+one sender; the key page (`regions`) is its last page.  Six words control the ring, each in a cache
 line of its own.  HEAD and POSTED count messages from 0:
 
 =========  ===========  =======================================================================
@@ -13,6 +13,7 @@ POSTED     receiver     receives posted; a sender may publish while HEAD < POSTE
 ARMED      both         set by a receiver that does not poll; the sender clears it and rings
 WAITING    both         set by a sender without a posted receive; the receiver clears it and rings
 HELD       sender       1 while an RDMA write of the sender waits in its send queue
+TAKEN      receiver     0; one more than the messages taken, when the queue pair has ended
 =========  ===========  =======================================================================
 
 If the sender's process ends while HELD is 1, data that its application has sent is lost.  A message
@@ -26,7 +27,10 @@ order that each word needs.
 
 The end of a receiver works in the same way: the receiver does ``POSTED = CLOSED; ARMED = 1; fence``
 and then takes the last messages.  A sender that finds ARMED set clears it by an exchange, reads
-POSTED again, and does not report a message as sent if the receiver may not have taken it.
+POSTED again, and does not report a message as sent if the receiver may not have taken it.  Whether
+it has taken it, the sender learns from TAKEN, which the receiver stores before it closes the socket
+of the queue pair.  To guess would be wrong in both cases: if one side believes that a message of
+the first contact has arrived and the other that it has not, both decline (RFC 7609, C.7).
 
 The other side may write any value anywhere in the ring at any time.  Therefore this side compares
 each word with its own counters, and copies a slot before it reads the contents.
@@ -75,6 +79,7 @@ POSTED: Final = 8
 _ARMED: Final = 16
 _WAITING: Final = 24
 _HELD: Final = 32
+_TAKEN: Final = 40
 
 CLOSED: Final = (1 << 64) - 1
 PORT_DOWN: Final = (1 << 64) - 2
@@ -105,7 +110,10 @@ class Sent:
     INVALID: Final = 3
     """The peer's control words are not valid."""
     UNKNOWN: Final = 4
-    """Published while the peer's queue pair ended: perhaps the peer has taken the message."""
+    """Published while the peer's port went down: perhaps the peer has taken the message."""
+    ENDING: Final = 5
+    """Published while the peer's queue pair ended: `SendRing.was_taken` tells the result when the
+    peer's socket has ended."""
 
 
 class ReceiveRing:
@@ -172,6 +180,10 @@ class ReceiveRing:
         words[POSTED] = word
         words[_ARMED] = 1
         return self.set_posted(word)
+
+    def publish_taken(self) -> None:
+        """Tell the sender how many messages were taken.  None is taken afterwards."""
+        self.words[_TAKEN] = self.tail + 1
 
     @property
     def peer_holds_data(self) -> bool:
@@ -272,9 +284,14 @@ class SendRing:
             except OSError as problem:
                 if self._on_failed_ring is not None:
                     self._on_failed_ring(self, problem)
-            if words[POSTED] >= PORT_DOWN:
-                return Sent.UNKNOWN
+            posted = words[POSTED]
+            if posted >= PORT_DOWN:
+                return Sent.ENDING if posted == CLOSED else Sent.UNKNOWN
         return 0
+
+    def was_taken(self) -> bool:
+        """True if a peer that has ended has taken the last message that was published."""
+        return self._words[_TAKEN] > self._head
 
     def set_held(self, held: bool) -> None:
         """Show the peer whether an RDMA write waits in this side's send queue."""
