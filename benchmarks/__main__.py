@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import comparison as others
-from benchmarks import limits, machines, plot, report, unmodified
+from benchmarks import limits, machines, plot, progress, report, unmodified
 from benchmarks.compared import NEEDS, missing
 from benchmarks.processes import Failed, Worker
 from benchmarks.transports import BASE, PROXIED, TRANSPORTS, WAKES
@@ -112,6 +112,7 @@ def measure(
                 with pair.alone():
                     pass
         for number in range(arguments.rounds):
+            progress.show(f"round {number + 1} of {arguments.rounds}")
             for workload in workloads:
                 for name in names if number % 2 == 0 else reversed(names):
                     pair = clients[name]
@@ -127,8 +128,6 @@ def measure(
                         continue
                     for metric, value in zip(WORKLOADS[workload].metrics, values, strict=True):
                         numbers[metric.name].setdefault(name, []).append(value)
-            if sys.stderr.isatty():
-                print(f"round {number + 1} of {arguments.rounds}", end="\r", file=sys.stderr)
     # The table has the order of the first round.
     return {
         metric: {name: values[name] for name in names if name in values}
@@ -238,11 +237,12 @@ def kind_of(arguments: argparse.Namespace) -> machines.Kind:
 def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison, bool]:
     """Run all measurements, pinned or not, and print the table.  Raises Failed."""
     start = time.monotonic()
-    # Load by other programs: above 0.5 the absolute numbers mean little.
-    load = round(os.getloadavg()[0], 2)
+    load = progress.load_before()
     runs: list[report.Numbers] = []
     right = True
-    for _ in range(arguments.runs):
+    for number in range(1, arguments.runs + 1):
+        if arguments.runs > 1:
+            progress.show(f"run {number} of {arguments.runs}")
         if arguments.programs:
             cores = (CLIENT_CORE, SERVER_CORE) if pin else (None, None)
             transports = {BASE: None, unmodified.RUN: None}
@@ -254,6 +254,7 @@ def compare(arguments: argparse.Namespace, pin: bool) -> tuple[report.Comparison
         numbers, good = measure(arguments.transports, arguments.workloads, arguments, pin)
         runs.append(numbers)
         right = right and good
+    progress.clear()
     table = arguments.table
     comparison = report.Comparison(
         metrics=[metric for name in arguments.workloads for metric in table[name].metrics],

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import compileall
 import contextlib
-import os
 import shutil
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from benchmarks import report, unmodified
+from benchmarks import progress, report, unmodified
 from benchmarks.processes import Failed
 
 __all__ = ["VARIANTS", "Edit", "copies"]
@@ -159,7 +158,7 @@ def main() -> int:
     for given, known in (names, VARIANTS), (workloads, unmodified.WORKLOADS):
         if unknown := set(given) - set(known):
             parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    start, load = time.monotonic(), round(os.getloadavg()[0], 2)
+    start, load = time.monotonic(), progress.load_before()
     runs = []
     with copies(names) as trees:
         for tree in trees.values():
@@ -177,6 +176,7 @@ def main() -> int:
             except Failed as failure:
                 print(failure, file=sys.stderr)
                 return 1
+    progress.clear()
     comparison = report.Comparison(
         metrics=[each for name in workloads for each in unmodified.WORKLOADS[name].metrics],
         runs=runs,

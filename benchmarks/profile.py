@@ -27,7 +27,7 @@ import trio_smc
 from benchmarks.cpu import MEASURES, serve
 from benchmarks.programs.common import Server
 from benchmarks.transports import TRANSPORTS
-from benchmarks.unmodified import WORKLOADS, certificates
+from benchmarks.unmodified import WORKLOADS, keys_of, working_directory
 
 _TRIO = Path(trio.__file__).parent
 _OURS = Path(trio_smc.__file__).parent
@@ -128,12 +128,24 @@ def table(stats: pstats.Stats) -> list[tuple[str, float, int]]:
     ]
 
 
+def _program(word: str) -> str:
+    """The argparse type of a workload of the unmodified programs; returns its key."""
+    for key in keys_of(word):
+        if key in _PROGRAMS:
+            return key
+    raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(_PROGRAMS)}")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
     parser.add_argument("--transport", default="smc-r", choices=TRANSPORTS)
     parser.add_argument("--measure", default=next(iter(MEASURES)), choices=MEASURES)
-    parser.add_argument("--program", choices=_PROGRAMS, help="instead of a measure")
+    names = ", ".join(f"{each} ({WORKLOADS[each].metrics[0].name})" for each in _PROGRAMS)
+    parser.add_argument(
+        "--program", type=_program, metavar="NAME",
+        help=f"instead of a measure, by either name: {names}",
+    )  # fmt: skip
     arguments = parser.parse_args()
     if arguments.program is None:
         print(f"{arguments.transport}, {arguments.measure}")
@@ -141,7 +153,7 @@ def main() -> None:
     else:
         print(WORKLOADS[arguments.program].metrics[0].name)
         trio_smc.enable(trio_smc.Config(require_smc=True))
-        with certificates() as directory:
+        with working_directory([arguments.program]) as directory:
             stats = trio.run(profile_program, arguments.program, directory, _SECONDS)
     for part, share, calls in table(stats)[:_ROWS]:
         print(f"{part:40}{share:7.1%}{calls:12,} calls")

@@ -14,12 +14,12 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import report
+from benchmarks import progress, report
 from benchmarks.processes import Worker, interrupts_deferred, terminated_together
 from benchmarks.programs.common import HOST
 from benchmarks.transports import BASE
@@ -30,10 +30,11 @@ __all__ = [
     "RUN",
     "WORKLOADS",
     "Workload",
-    "certificates",
     "clients",
     "in_turn",
+    "keys_of",
     "measure",
+    "working_directory",
 ]
 
 RUN: Final = "trio-smc run"
@@ -49,11 +50,13 @@ class Workload:
     program: the module of `benchmarks.programs`.
     metrics: the time or rate that a user sees, and the processor time of both ends.
     under: the command that makes its connections SMC-R.
+    tls: True if the server needs certificates.
     """
 
     program: str
     metrics: tuple[Metric, Metric]
     under: Sequence[str] = _STRICTLY
+    tls: bool = False
 
 
 def _workload(program: str, name: str, unit: str, **settings: Any) -> Workload:
@@ -76,18 +79,18 @@ WORKLOADS: Final = {
     "stream-4k": _workload("plain", "Trio stream, 4 KiB writes", "MiB/s"),
     "stream-64k": _workload("plain", "Trio stream, 64 KiB writes", "MiB/s"),
     "stream-1m": _workload("plain", "Trio stream, 1 MiB writes", "MiB/s"),
-    "tls-echo": _workload("plain", "TLS echo, 64 B", "µs"),
-    "tls-stream": _workload("plain", "TLS stream, 64 KiB writes", "MiB/s"),
+    "tls-echo": _workload("plain", "TLS echo, 64 B", "µs", tls=True),
+    "tls-stream": _workload("plain", "TLS stream, 64 KiB writes", "MiB/s", tls=True),
     "anyio": _workload("over_anyio", "AnyIO echo, 64 B", "µs"),
     "anyio-64k": _workload("over_anyio", "AnyIO echo, 64 KiB", "µs"),
     "websocket": _workload("websocket", "websocket echo, 64 B", "µs"),
     "websocket-64k": _workload("websocket", "websocket echo, 64 KiB", "µs"),
-    "json": _workload("web", "JSON over HTTP/1", "1/s"),
-    "json-10": _workload("web", "JSON over HTTP/1, 10 connections", "1/s"),
-    "json-50": _workload("web", "JSON over HTTP/1, 50 connections", "1/s"),
-    "http2": _workload("web", "JSON over HTTP/2 and TLS", "µs"),
-    "download": _workload("web", "download of 256 MiB", "MiB/s"),
-    "upload": _workload("web", "upload of 256 MiB", "MiB/s"),
+    "json": _workload("web", "JSON over HTTP/1", "1/s", tls=True),
+    "json-10": _workload("web", "JSON over HTTP/1, 10 connections", "1/s", tls=True),
+    "json-50": _workload("web", "JSON over HTTP/1, 50 connections", "1/s", tls=True),
+    "http2": _workload("web", "JSON over HTTP/2 and TLS", "µs", tls=True),
+    "download": _workload("web", "download of 256 MiB", "MiB/s", tls=True),
+    "upload": _workload("web", "upload of 256 MiB", "MiB/s", tls=True),
     "file": _workload("files", "file of 256 MiB, read and sent", "MiB/s"),
     "file-write": _workload("files", "file of 256 MiB, received and written", "MiB/s"),
     "file-hash": _workload("files", "file of 256 MiB, received and hashed", "MiB/s"),
@@ -104,18 +107,35 @@ WORKLOADS: Final = {
 }
 
 
-@contextlib.contextmanager
-def certificates() -> Iterator[Path]:
-    """Yield a directory with the certificates that `benchmarks.programs.common` describes."""
-    import trustme
+def keys_of(word: str) -> list[str]:
+    """The keys of `WORKLOADS` that a user means: by the key, or by a name that a table prints."""
+    return [
+        key
+        for key, workload in WORKLOADS.items()
+        if word in (key, *(metric.name for metric in workload.metrics))
+    ]
 
+
+@contextlib.contextmanager
+def working_directory(names: Iterable[str]) -> Iterator[Path]:
+    """Yield a directory for the programs of some workloads.
+
+    It has the certificates that `benchmarks.programs.common` describes, if a workload needs them.
+    """
     with tempfile.TemporaryDirectory(prefix="trio-smc-benchmark-") as name:
         directory = Path(name)
-        authority = trustme.CA()
-        authority.cert_pem.write_to_path(str(directory / "ca.pem"))
-        certificate = authority.issue_cert(HOST)
-        certificate.private_key_and_cert_chain_pem.write_to_path(str(directory / "server.pem"))
+        if any(WORKLOADS[each].tls for each in names):
+            _make_certificates(directory)
         yield directory
+
+
+def _make_certificates(directory: Path) -> None:
+    import trustme  # other workloads run without it
+
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(directory / "ca.pem"))
+    certificate = authority.issue_cert(HOST)
+    certificate.private_key_and_cert_chain_pem.write_to_path(str(directory / "server.pem"))
 
 
 @contextlib.contextmanager
@@ -172,7 +192,7 @@ def measure(
         for metric in WORKLOADS[name].metrics
     }
     programs = dict.fromkeys((WORKLOADS[name].program, WORKLOADS[name].under) for name in names)
-    with certificates() as directory:
+    with working_directory(names) as directory:
         for program, under in programs:
             ours = [
                 name
@@ -180,14 +200,20 @@ def measure(
                 if (WORKLOADS[name].program, WORKLOADS[name].under) == (program, under)
             ]
             with clients(program, under, directory, cores, transports) as workers:
-                for name, transport, values in in_turn(workers, ours, rounds, seconds):
+                for name, transport, values in in_turn(
+                    workers, ours, rounds, seconds, progress.show
+                ):
                     for metric, value in zip(WORKLOADS[name].metrics, values, strict=True):
                         numbers[metric.name][transport].append(value)
     return numbers
 
 
 def in_turn(
-    workers: Mapping[str, Worker], names: Sequence[str], rounds: int, seconds: float
+    workers: Mapping[str, Worker],
+    names: Sequence[str],
+    rounds: int,
+    seconds: float,
+    begin: Callable[[str], object] | None = None,
 ) -> Iterator[tuple[str, str, tuple[float, float]]]:
     """Run each workload over each transport in every round, in alternating order.
 
@@ -198,9 +224,12 @@ def in_turn(
       workers: the clients of one program, as from `clients`, by transport.
       names: keys of `WORKLOADS` with that program.
       seconds: length of each measurement, except for whole files.
+      begin: called with the round and the name before each workload.
     """
     for number in range(rounds):
         for name in names:
+            if begin is not None:
+                begin(f"round {number + 1} of {rounds}: {WORKLOADS[name].metrics[0].name}")
             for transport in list(workers)[:: -1 if number % 2 else 1]:
                 reply = workers[transport].call(
                     workload=name.removesuffix("-learned"), seconds=seconds

@@ -7,6 +7,7 @@ Nothing here needs the network, neither to build nor to read: no intersphinx, no
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
+
+# A public class names the public module.  Autodoc orders members as in the source, so it needs the
+# module that defines the class.
+for _module in [each for name, each in sys.modules.items() if name.startswith("trio_smc.")]:
+    for _name in getattr(_module, "__all__", ()):
+        _thing = getattr(_module, _name)
+        if isinstance(_thing, type) and _thing.__module__ == "trio_smc":
+            _thing.__module__ = _module.__name__
 
 html_theme = "furo"
 html_title = f"trio_smc {release}"

@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from benchmarks import progress, unmodified
 from benchmarks.report import ratios
 from benchmarks.workloads import Metric
 
@@ -38,6 +39,48 @@ def test_a_ratio_above_1_is_better(smaller_is_better: bool) -> None:
 def test_ratios_of_values_too_small_to_measure() -> None:
     metric = Metric(name="x", unit="s", smaller_is_better=True)
     assert ratios(metric, [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]) == [math.inf, 1.0, 0.0]
+
+
+def test_only_workloads_with_tls_need_trustme(monkeypatch: pytest.MonkeyPatch) -> None:
+    with unmodified.working_directory(["echo", "tls-echo"]) as directory:
+        assert sorted(each.name for each in directory.iterdir()) == ["ca.pem", "server.pem"]
+    monkeypatch.setitem(sys.modules, "trustme", None)
+    with unmodified.working_directory(["echo", "anyio", "file", "queue"]) as directory:
+        assert list(directory.iterdir()) == []
+    with pytest.raises(ImportError), unmodified.working_directory(["http2"]):
+        pytest.fail("this server needs certificates")
+
+
+def test_a_workload_has_the_name_that_the_tables_print() -> None:
+    for key, workload in unmodified.WORKLOADS.items():
+        for name in (key, *(metric.name for metric in workload.metrics)):
+            assert unmodified.keys_of(name) == [key]
+    assert unmodified.keys_of("nope") == []
+
+
+def test_a_busy_machine_gets_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (1.254, 0.0, 0.0))
+    assert progress.load_before() == 1.25
+    output = capsys.readouterr()
+    assert output.err.startswith("warning: other programs keep this machine busy (load 1.25)")
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 9.0, 9.0))
+    assert progress.load_before() == 0.5
+    assert (output.out, *capsys.readouterr()) == ("", "", "")
+
+
+def test_progress_is_shown_in_a_pipe_and_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("round 1 of 2", "round 2 of 2"):
+        progress.show(text)
+    progress.clear()
+    assert capsys.readouterr() == ("", "round 1 of 2\nround 2 of 2\n")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress.show("round 1 of 2")
+    progress.clear()
+    assert re.fullmatch(r"round 1 of 2 +\r +\r", capsys.readouterr().err)
 
 
 def test_no_name_crosses_the_line_of_tcp(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from trio_smc._api import open_listeners, open_stack, open_stream, serve
 from trio_smc._base import release as _release
 from trio_smc._base.errors import ProtocolError, SmcUnavailable
 from trio_smc._base.observer import BaseObserver, Observer
+from trio_smc._base.public import publish as _publish
 from trio_smc._base.reasons import Fallback, FallbackReason, Mode, Origin
 from trio_smc._base.statistics import Agreed, StackStatistics, StreamStatistics
 from trio_smc._events import EventStream, StackEvent, open_events
@@ -85,6 +86,9 @@ __all__ = [
 __version__: str = _release.RELEASE
 __compiled__: bool = _cursor.__file__.endswith(".so")
 """True if the hot modules of this build are compiled; see docs/operating.md."""
+
+# Tracebacks, help() and pickles name the public module, as with Trio's names.
+_publish(globals(), __all__)
 
 # Without this handler, warnings go to stderr in a program that has not configured logging.
 logging.getLogger("trio_smc").addHandler(logging.NullHandler())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
+import traceback
 from importlib.resources import files
 from types import ModuleType
+from typing import get_type_hints
 
 import pytest
 import trio
@@ -22,6 +25,8 @@ NAMES = {
     "tear_down_tcp_option",
 }  # fmt: skip
 CLASSES = sorted(name for name in NAMES if isinstance(getattr(trio_smc, name), type))
+LATE_ANNOTATIONS = ("Config", "SmcStream")
+"""Their annotations name classes that only type checkers import."""
 FUNCTIONS = ("open_stream", "open_listeners", "open_stack", "serve")
 
 
@@ -42,6 +47,28 @@ def test_all_names_are_exported_and_no_others() -> None:
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
     assert public - {"annotations"} == NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_each_class_and_function_names_the_public_module(name: str) -> None:
+    """In tracebacks, `help` and pickles."""
+    thing = getattr(trio_smc, name)
+    assert (thing.__module__, thing.__qualname__) == ("trio_smc", name)
+    assert pickle.loads(pickle.dumps(thing)) is thing
+
+
+def test_tracebacks_name_public_exceptions() -> None:
+    fallback = trio_smc.Fallback.local(trio_smc.FallbackReason.NO_RNIC)
+    for error in (trio_smc.SmcUnavailable(fallback), trio_smc.ProtocolError("wrong")):
+        [line] = traceback.format_exception_only(error)
+        assert line.startswith(f"trio_smc.{type(error).__name__}: "), line
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in LATE_ANNOTATIONS])
+def test_annotations_of_public_classes_can_be_evaluated(name: str) -> None:
+    """Serializers do that."""
+    cls = getattr(trio_smc, name)
+    assert set(get_type_hints(cls)) >= set(inspect.get_annotations(cls))
 
 
 def test_names_are_in_all_for_type_checkers() -> None:

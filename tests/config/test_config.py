@@ -141,6 +141,8 @@ def test_immutable_and_keyword_only() -> None:
         ("log_events", "yes"),
         ("directory", 5),
         ("directory", "~/smc"),
+        ("directory", "smc"),
+        ("directory", Path("run/smc")),
         ("capture", Path("~/smc.pcapng")),
         ("tcp_option", None),
         ("capture", True),

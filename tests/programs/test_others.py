@@ -221,7 +221,7 @@ def made(name: str) -> Path:
     if not (place / "ready").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
         pip = [str(place / "bin" / "pip"), "install", "--quiet"]
-        subprocess.run([*pip, "--editable", f"{ROOT}[cli]", *PACKAGES[name]], check=True)
+        subprocess.run([*pip, "--editable", ROOT, *PACKAGES[name]], check=True)
         (place / "ready").touch()
     return place / "bin"
 

@@ -19,9 +19,11 @@ import pytest
 from tests.ports import reserved_port
 from tests.timing import PATIENCE
 from trio_smc import Config
+from trio_smc.rnic import words
 from trio_smc.tools.processes import explain_listener
 
 own_directory = Config().private_directory
+NATIVE = any(Path(words.__file__).parent.glob("_words.*so"))
 ASYNCIO = """
 import asyncio
 async def main():
@@ -117,6 +119,45 @@ def test_check_names_both_private_directories(tmp_path: Path) -> None:
         in output
     )
     assert f"for this command use --directory {theirs}\n" in output
+
+
+@pytest.mark.parametrize("problem", ["mode", "parent", "file"])
+def test_check_names_an_unusable_directory_of_the_server(problem: str, tmp_path: Path) -> None:
+    """The stack of such a server has no control socket, and its connections are TCP."""
+    directory = tmp_path / "smc"
+    causes = {
+        "mode": f"{directory} has mode 755 where only 700 is private",
+        "parent": f"there is no directory {directory / 'missing'}",
+        "file": f"{directory}: Not a directory",
+    }
+    if problem == "file":
+        directory.touch()
+    else:
+        directory.mkdir(mode=0o755)
+    named = directory / "missing" / "smc" if problem == "parent" else directory
+    program = WITH_STACK.format(module="trio_smc", kind="")
+    with server(program, TRIO_SMC_DIRECTORY=str(named)) as (port, pid):
+        output = check(port)
+    begin = "has loaded trio_smc, and its" if NATIVE else "has an environment whose"
+    text = f"process {pid} {begin} private directory cannot be used: {causes[problem]}\n"
+    assert f"listener   {text}" in output
+    assert "remedy     give it a parent directory, and mode 0700" in output
+
+
+@pytest.mark.skipif(not NATIVE, reason="the file shows that a process has loaded trio_smc")
+@pytest.mark.parametrize("option", ["control=False", "directory='{}'"])
+def test_check_names_the_possible_causes_of_a_missing_control_socket(
+    option: str, tmp_path: Path
+) -> None:
+    """The program's own `Config` is not visible."""
+    os.chmod(tmp_path, 0o755)
+    program = WITH_STACK.format(module="trio", kind="tcp_").replace(
+        "open_stack()", f"open_stack(trio_smc.Config({option.format(tmp_path)}))"
+    )
+    with server(program) as (port, pid):
+        output = check(port)
+    assert f"process {pid} has loaded trio_smc, and has no control socket: it has no sta" in output
+    assert "or its private directory cannot be used\n" in output
 
 
 def test_check_names_a_listener_outside_of_its_stack() -> None:

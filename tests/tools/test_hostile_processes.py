@@ -369,6 +369,24 @@ def test_a_file_system_that_never_answers(tmp_path: Path, venv: Path, where: str
     assert "is not on a local file system" in found.text
 
 
+@root_only
+def test_a_private_directory_that_never_answers(tmp_path: Path, venv: Path) -> None:
+    fuse = tmp_path / "fuse"
+    fuse.mkdir()
+    (site_of(venv) / "trio_smc-1.0.dist-info").mkdir()
+    environment = {"HOME": str(venv), "TRIO_SMC_DIRECTORY": f"{fuse}/smc"}
+    called = str(venv / "bin" / "python")
+    with (
+        reserved_port() as port,
+        listener("AF_INET", "127.0.0.1", port, called=called, env=environment, cwd=venv),
+        silent_fuse(fuse),
+    ):
+        start = time.monotonic()
+        found = explain("127.0.0.1", port)
+        assert time.monotonic() - start < QUICK
+    assert found.text.endswith("is a Python program without a stack of trio_smc")
+
+
 @pytest.mark.parametrize(
     ("path", "why"),
     [

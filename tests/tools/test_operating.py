@@ -344,6 +344,7 @@ async def test_a_report_explains_and_has_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATABASE_PASSWORD", "hunter2-environment")
+    monkeypatch.setenv("TRIO_SMC_WORDS", "socket")  # another variant than that of the command
     file = tmp_path / "report.tar.gz"
     async with running("pair") as peer:
         listed = await quick_command("report")
@@ -362,9 +363,11 @@ async def test_a_report_explains_and_has_no_secret(
     assert [line.split()[0] for line in done.out.splitlines()[1:-1]] == names
     found = {name: json.load(io.BytesIO(text)) for name, text in texts.items()}
     assert found["versions.json"]["trio_smc"] == trio_smc.__version__
+    assert found["versions.json"]["software_rnic"] == trio_smc.SoftRnic.variant
     [process] = found["processes.json"]
     assert process["pid"] == peer.pid
     assert len(process["connections"]) == 3
+    assert [(each["name"], each["variant"]) for each in process["rnics"]] == [("soft0", "socket")]
     assert {"name": "receive_buffer", "value": "16384"} in process["settings"]
     [events] = found["events.json"]
     changes = {(each["subject"], each["new"]) for each in events["events"]}

@@ -170,11 +170,11 @@ class Config:
         names of an interface and an RNIC, or a file with an interface and its RNICs on each line.
       directory: the private directory, for software RNICs, same-host discovery and control
         sockets: the user's own (mode 0700, owner checked), or that of a group (mode 3770) whose
-        members trust each other with their connections (docs/security.md). The directory above
-        it must exist. None:
-        ``$TRIO_SMC_DIRECTORY``, else ``$XDG_RUNTIME_DIR/trio-smc``, else
-        ``/dev/shm/trio-smc-UID``. Processes in other network namespaces, such as containers, can
-        be peers only if the directory is named here or by ``TRIO_SMC_DIRECTORY``.
+        members trust each other with their connections (docs/security.md). An absolute path; the
+        directory above it must exist. None: ``$TRIO_SMC_DIRECTORY``, else
+        ``$XDG_RUNTIME_DIR/trio-smc``, else ``/dev/shm/trio-smc-UID``. Processes in other network
+        namespaces, such as containers, can be peers only if the directory is named here or by
+        ``TRIO_SMC_DIRECTORY``.
       discovery: how this side learns that a peer speaks SMC-R. "auto": by same-host discovery, by
         the TCP option of RFC 7609, 3.1 for other hosts that an RNIC can reach, and by `assume`.
         "assume": every peer is assumed to speak SMC-R; a listener checks the first 4 bytes.
@@ -404,13 +404,15 @@ def _boolean(name: str, value: object) -> None:
         _refuse(name, value, "true or false")
 
 
-def _path(*, optional: bool = True) -> _Check:
+def _path(*, optional: bool = True, absolute: bool = False) -> _Check:
     def check(name: str, value: object) -> None:
         if value is None and optional:
             return
         if not is_path(value):
             _refuse(name, value, f"a path of 1 to {_LONGEST_PATH} bytes without NUL")
         _check_tilde(name, cast(Path, value))
+        if absolute and not os.path.isabs(cast(Path, value)):
+            _refuse(name, str(value), "an absolute path")
 
     return check
 
@@ -472,7 +474,8 @@ def _ueids(name: str, value: object) -> None:
 
 CHECKS: Final[Mapping[str, _Check]] = {
     "rnics": _rnics,
-    "directory": _path(),
+    # Processes that share a directory may have different working directories.
+    "directory": _path(absolute=True),
     "pnet": _pnet,
     "discovery": _choice("auto", "tcp-option", "assume"),
     "tcp_option": _path(optional=False),

@@ -46,7 +46,12 @@ from typing import Any, Final
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.printable import printable
 from trio_smc.host.descriptors import Closer, receive_bytes, refuse_descriptors
-from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, peer_user
+from trio_smc.host.private_directory import (
+    DirectoryUnusable,
+    PrivateDirectory,
+    default_directory,
+    peer_user,
+)
 from trio_smc.states.tables import CONNECTION
 from trio_smc.streams.connection_views import TCP_STATES
 
@@ -69,6 +74,7 @@ __all__ = [
     "DirectoryUnusable",
     "PrivateDirectory",
     "decode_untrusted",
+    "default_directory",
     "encode",
     "length_untrusted",
     "peer_user",

@@ -216,6 +216,7 @@ class Snapshots:
         return {
             "name": rnic.name,
             "kind": rnic.kind,
+            "variant": getattr(rnic, "variant", None),  # of a software RNIC
             "device": getattr(rnic, "device", None),
             "port": getattr(rnic, "port", None),
             "port_active": rnic.port_active,

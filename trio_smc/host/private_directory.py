@@ -46,7 +46,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -154,12 +154,14 @@ class DefaultDirectory(NamedTuple):
     origin: str
 
 
-def default_directory() -> DefaultDirectory:
+def default_directory(variables: Mapping[str, str] = os.environ) -> DefaultDirectory:
     """The private directory if none is configured.
+
+    variables: the environment of the process.
 
     A relative XDG_RUNTIME_DIR has no effect, as the XDG Base Directory Specification demands.
     """
-    runtime = os.environ.get(_RUNTIME, "")
+    runtime = variables.get(_RUNTIME, "")
     if os.path.isabs(runtime):
         return DefaultDirectory(Path(runtime) / "trio-smc", _RUNTIME)
     return DefaultDirectory(_places()[0], "default")

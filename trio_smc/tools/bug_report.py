@@ -137,6 +137,7 @@ def _versions() -> dict[str, Any]:
     return {
         "trio_smc": trio_smc.__version__,
         "compiled": trio_smc.__compiled__,
+        "software_rnic": trio_smc.SoftRnic.variant,
         "python": sys.version,
         "implementation": platform.python_implementation(),
         "gil": getattr(sys, "_is_gil_enabled", lambda: True)(),

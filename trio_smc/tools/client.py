@@ -1005,6 +1005,7 @@ SHAPES: Final[dict[str, Any]] = {
         {
             "name": str,
             "kind": str,
+            "variant": Maybe(str),
             "device": Maybe(str),
             "port": Maybe(int),
             "port_active": bool,

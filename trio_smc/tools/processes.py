@@ -7,10 +7,11 @@ Security
 --------
 Another process may present false information about itself.  Therefore this module executes and
 imports no file of another process, for any user.  Only `trio_smc.tools.interpreters` opens files
-that the process names, and only if root or this user put them in place.  The kernel shows which
-socket serves an address.  The user of a socket is the one that created it, but a process of
-another user may have the socket now.  So this module examines the users and the user namespace of
-that process.
+that the process names, and only if root or this user put them in place.  This module opens the
+private directory that the environment of a process of this user names, under the same condition.
+The kernel shows which socket serves an address.  The user of a socket is the one that created it,
+but a process of another user may have the socket now.  So this module examines the users and the
+user namespace of that process.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from trio_smc import Fallback
+from trio_smc import Fallback, FallbackReason
 from trio_smc.control.protocol import (
     DIRECTORY,
     DirectoryUnusable,
     PrivateDirectory,
+    default_directory,
     pid_of_name,
 )
 from trio_smc.tools.interpreters import find_trio_smc, is_python
@@ -41,6 +43,7 @@ from trio_smc.tools.sock_diag import (
     listeners,
     unix_listeners,
 )
+from trio_smc.tools.trusted_files import TrustedFiles, UntrustedPathError
 
 __all__ = [
     "Obstacle",
@@ -55,12 +58,16 @@ __all__ = [
 _LISTEN: Final = "0A"  # the state of a listening socket in /proc/PID/net/tcp
 _SEARCH_TIME: Final = 3.0
 """Seconds for a search through the descriptors of all processes.  Chosen."""
+_DIRECTORY_TIME: Final = 1.0
+"""Seconds for the path of a private directory.  Chosen."""
 _SHOWN: Final = 8
 """The largest number of processes in one message.  Chosen."""
 _MAX_HOLDERS: Final = 256
 """The largest number of processes with one of the sockets.  Chosen: each needs a descriptor."""
 _MAX_TREE: Final = 100_000
 """The largest number of processes of a tree.  Chosen: a bound on memory."""
+_NATIVE_MODULE: Final = "/trio_smc/rnic/_words.abi3.so"
+"""The end of the path of a file that every process with trio_smc maps, where the file exists."""
 _SHARE_REMEDY: Final = (
     "run both processes as one user, or let a group of both users share a directory"
 )
@@ -281,10 +288,24 @@ def _explain_process(process: Process, directory: Path, proxy: str) -> Obstacle:
         text = f"process {pid} runs {plain(finding.python)}, which has no trio_smc"
         return Obstacle(text, "install trio-smc there and use 'trio-smc run'", pid, uid)
     install = unknown = ""
-    if finding.has_package is None:
+    mapped = list(process.mapped())
+    uses_package = any(path.endswith(_NATIVE_MODULE) for path in mapped)
+    if finding.has_package is None and not uses_package:
         install = "install trio-smc in its environment if it is missing there, then "
         unknown = f"; it is unknown if its Python has trio_smc: {plain(finding.reasons[0])}"
-    if any("/_asyncio." in path or "/uvloop/" in path for path in process.mapped()):
+    problem = _problem_of_process(process)
+    if problem is not None:
+        begin = "has loaded trio_smc, and its" if uses_package else "has an environment whose"
+        text = f"process {pid} {begin} private directory cannot be used: {plain(problem[0])}"
+        return Obstacle(f"{text}{unknown}", f"{install}{plain(problem[1])}", pid, uid)
+    if uses_package:
+        text = (
+            f"process {pid} has loaded trio_smc, and has no control socket: it has no stack, its "
+            "stack has Config(control=False), or its private directory cannot be used"
+        )
+        remedy = "use trio_smc for the listener; the log of the process names other problems"
+        return Obstacle(text, remedy, pid, uid)
+    if any("/_asyncio." in path or "/uvloop/" in path for path in mapped):
         text = f"process {pid} has asyncio loaded and no stack of trio_smc{unknown}"
         remedy = f"{install}run it on Trio with 'trio-smc run'; if it needs asyncio, {proxy}"
         return Obstacle(text, remedy, pid, uid)
@@ -397,14 +418,43 @@ def _explain_stack(process: Process, stacks: set[str], directory: Path) -> Obsta
 
 
 def _problem_of(directory: Path) -> tuple[str, str] | None:
-    """The cause why this process cannot use its own directory, and a remedy; None: it can."""
+    """The cause why this process cannot use a directory, and a remedy; None: it can.
+
+    A missing directory is no problem, if the directory above it exists.
+    """
     try:
         with contextlib.closing(PrivateDirectory.open(directory, create=False)):
             return None
     except FileNotFoundError:
-        return None
+        if os.path.isdir(directory.parent):
+            return None
+        cause = f"there is no directory {directory.parent}"
+        return cause, Fallback.local(FallbackReason.DIRECTORY_UNUSABLE).remedy
     except DirectoryUnusable as error:
         return error.cause, error.remedy or Fallback.local(error.reason).remedy
+
+
+def _problem_of_process(process: Process) -> tuple[str, str] | None:
+    """The cause why a process of this user cannot use the private directory of its environment, and
+    a remedy; None: it can, or its directory is unknown.
+
+    Opens no file: at most the directory itself, and only if no other user and no file system server
+    can have put the directory in place.
+    """
+    if process.link("ns/mnt") != os.readlink("/proc/self/ns/mnt") or process.link("root") != "/":
+        return None
+    variables = process.environment()
+    if not variables:
+        return None
+    named = variables.get("TRIO_SMC_DIRECTORY")
+    if not named and variables.get("TRIO_SMC_CONFIG"):
+        return None  # the file may name another directory
+    directory = Path(named) if named else default_directory(variables).path
+    try:
+        TrustedFiles(_DIRECTORY_TIME).exists(str(directory))  # the path may be on a FUSE mount
+    except UntrustedPathError:
+        return None
+    return _problem_of(directory)
 
 
 def _control_sockets(process: Process) -> set[str]:

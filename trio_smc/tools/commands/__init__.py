@@ -308,7 +308,7 @@ def check_directory(settings: Settings) -> str | None:
     """
     origin = settings.origins["directory"]
     try:
-        PrivateDirectory.open(settings.config.private_directory().absolute(), create=True).close()
+        PrivateDirectory.open(settings.config.private_directory(), create=True).close()
     except DirectoryUnusable as error:
         if origin == "--directory":
             raise ToolError(str(error)) from None
@@ -319,12 +319,17 @@ def check_directory(settings: Settings) -> str | None:
 
 
 def directory(text: str) -> Path:
-    """The argparse type of a private directory (`Config.directory`)."""
+    """The argparse type of a private directory (`Config.directory`).
+
+    As in other commands, a relative path begins in the working directory.
+    """
+    path = path_argument(text)
     try:
-        Config(directory=path_argument(text))
-    except ValueError as error:
+        path = path and str(Path(path).absolute())
+        Config(directory=path)
+    except (OSError, ValueError) as error:  # the working directory may have been removed
         raise argparse.ArgumentTypeError(str(error)) from None
-    return Path(text)
+    return Path(path)
 
 
 def seconds_up_to(most: int) -> Callable[[str], float]:

@@ -174,6 +174,7 @@ async def _automatic(config: trio_smc.Config) -> tuple[list[dict[str, Any]], str
                 {
                     "name": rnic.name,
                     "kind": rnic.kind,
+                    "variant": getattr(rnic, "variant", None),
                     "device": getattr(rnic, "device", None),
                     "port": getattr(rnic, "port", None),
                     "port_active": rnic.port_active,

@@ -107,7 +107,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     if options.config is not None:
         environment["TRIO_SMC_CONFIG"] = str(Path(options.config).absolute())
     if options.directory is not None:
-        environment["TRIO_SMC_DIRECTORY"] = str(options.directory.absolute())
+        environment["TRIO_SMC_DIRECTORY"] = str(options.directory)
     if options.require_smc:
         environment["TRIO_SMC_REQUIRE"] = "1"
     return environment
