@@ -432,7 +432,11 @@ async def _connect_announced(
                 return False
             if given:
                 await _bind(attempt, source, numeric=True)
-            _set_option(sock, _RANGE.pack(port << 16 | port))
+            try:
+                _set_option(sock, _RANGE.pack(port << 16 | port))
+            except OSError:  # a system that has the option, but refuses to set it
+                attempt.refrain()
+                return await _connect_bound(stack, attempt, address, source, config)
             if not announced.is_too_late() and await _connected(stack, attempt, address):
                 opened = True
                 name = sock.getsockname()
@@ -448,7 +452,8 @@ async def _connect_announced(
     finally:
         # The option has no effect after connect(2), but the caller may read it from its own socket.
         if sock.fileno() >= 0 and not (opened and attempt.plain is not None):
-            _set_option(sock, wanted)
+            with contextlib.suppress(OSError):
+                _set_option(sock, wanted)
 
 
 async def _connect_bound(

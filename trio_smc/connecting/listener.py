@@ -51,6 +51,7 @@ from trio_smc.connecting.accept import Arrival
 from trio_smc.connecting.acceptance import Acceptance
 from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
+from trio_smc.host.platform import is_supported
 from trio_smc.host.real_time import move_on_after, move_on_at
 from trio_smc.host.tcp import backlog, queued
 from trio_smc.rnic.spinner import AcceptSpin
@@ -219,9 +220,9 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
     ) -> None:
         self.socket = sock
         self._of_program = of_program
-        linux = sys.platform == "linux"
-        self._readiness = _Readiness(sock) if of_program and linux else None
-        self._cookie = _cookie(sock) if of_program and linux else b""
+        shared = of_program and is_supported()
+        self._readiness = _Readiness(sock) if shared else None
+        self._cookie = _cookie(sock) if shared else b""
         self._stack = stack
         self._config = config
         self._ready: deque[SmcStream] = deque()
@@ -403,7 +404,9 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         """Take TCP_DEFER_ACCEPT over from the TCP socket, if the program has set it there."""
         if sys.platform != "linux" or self.socket.fileno() < 0:
             return
-        seconds = self.socket.getsockopt(*_DEFER_ACCEPT)
+        seconds = 0
+        with contextlib.suppress(OSError):  # a system without the option
+            seconds = self.socket.getsockopt(*_DEFER_ACCEPT)
         if seconds and self._has_own_descriptor():
             self.socket.setsockopt(*_DEFER_ACCEPT, 0)
             self.deferral = seconds
@@ -748,8 +751,14 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
 
 def _cookie(sock: trio.socket.SocketType) -> bytes:
-    """The kernel's number of a socket, which no other socket of the system has."""
-    return sock.getsockopt(stdlib_socket.SOL_SOCKET, _SO_COOKIE, 8)
+    """The kernel's number of a socket, which no other socket of the system has.
+
+    A system without this number has inodes, which differ between sockets that are open.
+    """
+    try:
+        return sock.getsockopt(stdlib_socket.SOL_SOCKET, _SO_COOKIE, 8)
+    except OSError:
+        return b"inode %d" % os.fstat(sock.fileno()).st_ino
 
 
 def _busy() -> trio.BusyResourceError:

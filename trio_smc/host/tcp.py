@@ -123,7 +123,12 @@ def tcp_state(sock: trio.socket.SocketType | socket.socket) -> int:
     not report it.  Raises OSError if the socket is closed."""
     if not hasattr(socket, "TCP_INFO"):
         return 0
-    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            raise
+        return 0
 
 
 def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:

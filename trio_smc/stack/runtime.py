@@ -29,7 +29,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -46,6 +45,7 @@ from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.receiver import Receiver
 from trio_smc.datapath.sender import Sender
 from trio_smc.host.alarm import Alarm
+from trio_smc.host.platform import is_supported
 from trio_smc.host.real_time import move_on_at, real_clock
 from trio_smc.rendezvous.discovery.same_host import Discovery
 from trio_smc.rendezvous.discovery.tcp_option import TcpOption
@@ -214,7 +214,7 @@ class Runtime:
         self._forked = False
         self._in_forked_child: list[Callable[[], object]] = []
         self._stops_waiting = False  # `shut_down` no longer waits
-        self._supported = sys.platform == "linux"
+        self._supported = is_supported()
         self.rnic_set: StackRnics = StackRnics(
             config, self.discovery, self.pump, self._rnic_changed
         )

@@ -50,7 +50,6 @@ import functools
 import logging
 import math
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
@@ -65,6 +64,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.descriptors import Closer, datagram_probe
+from trio_smc.host.platform import is_supported
 from trio_smc.host.private_directory import DirectoryUnusable, is_named, unusable
 from trio_smc.host.real_time import move_on_after, now
 from trio_smc.host.tcp import has_news, is_open
@@ -521,7 +521,7 @@ class Announcer:
 
         Returns None if another connection with the same addresses is announced.
         """
-        if sys.platform != "linux":
+        if not is_supported():
             return FallbackReason.UNSUPPORTED_PLATFORM
         destination = _without_wildcard(destination)
         try:
@@ -561,7 +561,7 @@ class Announcer:
         reason: PEER_NOT_CAPABLE if there is no listener or if the private directory is not one that
         the configuration names, PATH_NOT_PROVEN if the listeners prove nothing, or another one.
         """
-        if sys.platform != "linux" or not self._is_named:
+        if not is_supported() or not self._is_named:
             return FallbackReason.PEER_NOT_CAPABLE
         try:
             found = await self._lookups.find_elsewhere(source, destination, sock, self.closer)
@@ -737,7 +737,7 @@ def _without_wildcard(destination: tuple[str, int]) -> tuple[str, int]:
 
 def _most_open() -> int:
     """Limit of open announcements, so that enough descriptors remain for the program."""
-    if sys.platform != "linux":
+    if not is_supported():
         return MOST_OPEN
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:

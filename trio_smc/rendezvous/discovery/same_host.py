@@ -53,7 +53,6 @@ limit the state per client.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +62,7 @@ import trio
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc.host.addresses import plain_address
+from trio_smc.host.platform import is_supported
 from trio_smc.host.private_directory import (
     DirectoryUnusable,
     PrivateDirectory,
@@ -141,7 +141,7 @@ class Discovery(Announcer):
         Never fails: if nothing can be published, `Publication.unavailable` is the reason.
         """
         address = plain_address(sockname[0]), sockname[1]
-        if sys.platform != "linux":
+        if not is_supported():
             return self.publish_nothing(address, FallbackReason.UNSUPPORTED_PLATFORM)
         name = directory.listener_name(*address, dual_stack=dual_stack)
         try:

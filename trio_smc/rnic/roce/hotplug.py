@@ -9,6 +9,8 @@ something has changed.  The present state is read from sysfs afterwards.
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ __all__ = [
     "present_devices",
 ]
 
+LOGGER: Final = logging.getLogger("trio_smc.rnic")
 
 _NETLINK_KOBJECT_UEVENT: Final = 15  # <linux/netlink.h>
 _KERNEL_UEVENTS: Final = 1  # udev sends its own messages to another group
@@ -74,20 +77,29 @@ class PortWatch:
                 nursery.start_soon(self._wait_for_news, sock, nursery.cancel_scope)
 
     async def _wait_for_news(self, sock: socket.socket, done: trio.CancelScope) -> None:
-        while not self._read_news(sock):
-            await trio.lowlevel.wait_readable(sock)
+        try:
+            while not self._read_news(sock):
+                await trio.lowlevel.wait_readable(sock)
+        except OSError as error:
+            LOGGER.debug("changes of RoCE ports will not be noticed: %s", error)
+            await trio.sleep_forever()
         done.cancel()
 
     def _read_news(self, sock: socket.socket) -> bool:
-        """Read all messages in a socket's buffer; True if a port or device may have changed."""
+        """Read all messages in a socket's buffer; True if a port or device may have changed.
+
+        Raises OSError: the socket cannot be read.
+        """
         news = False
         while True:
             try:
                 message, sender = sock.recvfrom(_MAX_MESSAGE)
             except BlockingIOError:
                 return news
-            except OSError:  # ENOBUFS: messages were lost
-                news = True
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    raise
+                news = True  # messages were lost
                 continue
             from_kernel = sender[0] == 0
             news = news or (from_kernel and (sock is self._links or is_rdma_event(message)))

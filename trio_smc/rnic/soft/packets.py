@@ -139,7 +139,7 @@ class PacketReceiver(ReceiveRing):
         return self._ends_wait(word)
 
     def publish_taken(self) -> None:
-        """No-op: all packets before `set_posted_finally` are taken, and later ones cannot be sent."""
+        """No-op: packets before `set_posted_finally` are taken, and later ones cannot be sent."""
 
     def take_untrusted(self, append: Callable[[PlainCompletion], None]) -> bool:
         sockets = self._sockets
