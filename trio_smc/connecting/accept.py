@@ -25,6 +25,7 @@ from trio_smc.host.tcp import (
     CLOSE,
     CLOSE_WAIT,
     close_with_reset,
+    consume_error,
     has_urgent_byte,
     peer_end,
     tcp_state,
@@ -218,6 +219,11 @@ class Arrival:
             # gone.
             LOGGER.info("handshake failed: %s", error)
             fallback = Fallback.local(FallbackReason.ENDED_IN_HANDSHAKE)
+            if self._claim is not None:
+                # The kernel of a client that ends without having read a CLC message resets the
+                # connection.  No application has sent data yet, so the server reads the end.  A
+                # client on another host may have sent data that is still on its way.
+                consume_error(sock)
         except OSError as error:
             LOGGER.info("handshake failed: %s", error)
             close_with_reset(sock)

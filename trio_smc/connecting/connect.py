@@ -27,7 +27,7 @@ from trio_smc.host.addresses import (
     plain_address,
     reached_address,
 )
-from trio_smc.host.tcp import close_with_reset
+from trio_smc.host.tcp import close_unread, close_with_reset
 from trio_smc.rendezvous.client import ClientNegotiation
 from trio_smc.rendezvous.discovery.same_host import Announcement
 from trio_smc.rendezvous.handshake import run_negotiation
@@ -183,8 +183,12 @@ async def _finish(stack: ConnectHost, attempt: Attempt, config: Config) -> SmcSt
     except BaseException as error:
         if attempt.cancelled and isinstance(error, Exception):
             raise trio.ClosedResourceError("the stack was closed") from None
+        if not isinstance(error, Exception):
+            # Cancelled, or Ctrl-C.  Over TCP the server has a connection that ends at once.
+            close_unread(attempt.sock)
+            raise
         close_with_reset(attempt.sock)
-        if isinstance(error, Exception) and not isinstance(error, OSError):
+        if not isinstance(error, OSError):
             LOGGER.exception("the SMC-R handshake failed")
             text = "the SMC-R handshake failed because of a defect on this side"
             raise OSError(errno.ECONNRESET, text) from error

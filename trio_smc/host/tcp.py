@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import select
 import socket
 import struct
@@ -18,7 +19,9 @@ __all__ = [
     "ESTABLISHED",
     "backlog",
     "carried_bytes",
+    "close_unread",
     "close_with_reset",
+    "consume_error",
     "disconnect",
     "end_waits",
     "has_news",
@@ -39,6 +42,10 @@ if sys.platform == "linux":  # on other systems every connection is TCP and need
     import termios
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_DISCARDED: Final = 4096
+_MOST_DISCARDED: Final = 16
+"""Reads of this many bytes before a socket is closed.  Chosen: nobody reads at most two CLC
+messages of a peer."""
 
 _BACKLOG = struct.Struct("=24xII")
 """Of struct tcp_info, for a listening socket: tcpi_unacked, the connections that wait, and
@@ -62,6 +69,26 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     sock.close()
+
+
+def close_unread(sock: trio.socket.SocketType) -> None:
+    """Close a TCP socket so that the peer reads the end, although bytes are unread.
+
+    The kernel would reset the connection instead.
+    """
+    with contextlib.suppress(OSError):
+        for _ in range(_MOST_DISCARDED):
+            if not unread_bytes(sock.fileno()):
+                break
+            os.read(sock.fileno(), _DISCARDED)
+    sock.close()
+
+
+def consume_error(sock: trio.socket.SocketType) -> None:
+    """Consume the error of a connection that the peer has reset: a socket that is read shows the
+    end then."""
+    with contextlib.suppress(OSError):
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
 
 def backlog(sock: trio.socket.SocketType | socket.socket) -> int:

@@ -81,10 +81,16 @@ async def run_negotiation(
             # Bytes on the TCP connection after the switch are a violation.
             outcome.connection.abort()
             raise ConnectionResetError("the server sent bytes over TCP after the switch")
-    except BaseException:
+    except BaseException as error:
         negotiation.tcp_lost()
-        if isinstance(negotiation.outcome, Established):
-            negotiation.outcome.connection.abort()
+        outcome = negotiation.outcome
+        if isinstance(outcome, Established):
+            if isinstance(error, trio.Cancelled):
+                # The peer's last message came before the cancellation, and the peer's application
+                # may have the connection.  The caller gets it, too, and closes it when its next
+                # checkpoint raises Cancelled.
+                return outcome
+            outcome.connection.abort()
         raise
     finally:
         negotiation.changed = _no_op
