@@ -5,10 +5,12 @@ The handler catches no exception, so any error that a client causes ends the ser
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import trio
@@ -31,18 +33,38 @@ async def serve():
         await trio.lowlevel.wait_readable(sys.stdin)
         nursery.cancel_scope.cancel()
 
-if sys.argv[1] == "smc":
-    trio_smc.enable(trio_smc.Config(require_smc=True))
+if sys.argv[1] != "tcp":
+    trio_smc.enable(trio_smc.Config(require_smc=sys.argv[1] == "smc", learn_short=False))
 trio.run(serve)
+"""
+
+DYING_CLIENT = """
+import os, signal, sys, trio, trio_smc
+
+async def connect():
+    async with trio.open_nursery() as nursery:
+        for _ in range(40):
+            nursery.start_soon(trio.open_tcp_stream, "127.0.0.1", int(sys.argv[2]))
+        await trio.sleep(float(sys.argv[3]))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[1] != "tcp":
+    trio_smc.enable(trio_smc.Config(require_smc=sys.argv[1] == "smc", learn_short=False))
+trio.run(connect)
 """
 
 
 class Server:
-    """A running `SERVER`."""
+    """A running `SERVER`.
 
-    def __init__(self, process: trio.Process, port: int) -> None:
+    Attributes:
+      transport: "tcp", "smc", or "either": then a connection may become TCP in its handshake.
+    """
+
+    def __init__(self, process: trio.Process, port: int, transport: str) -> None:
         self.process = process
         self.port = port
+        self.transport = transport
 
     async def connect(self) -> trio.SocketStream:
         """Open a connection, and wait until the server's handler has answered."""
@@ -61,8 +83,8 @@ class Server:
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
     """Run the server over TCP, which shows the expected result, and over SMC-R."""
     transport = request.param
-    if transport == "smc":
-        trio_smc.enable(trio_smc.Config(require_smc=True))
+    if transport != "tcp":
+        trio_smc.enable(trio_smc.Config(require_smc=transport == "smc", learn_short=False))
     process = await trio.lowlevel.open_process(
         [sys.executable, "-c", SERVER, transport], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -70,7 +92,7 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
     assert process.stdout is not None
     try:
         with trio.fail_after(PATIENCE):
-            yield Server(process, int(await process.stdout.receive_some()))
+            yield Server(process, int(await process.stdout.receive_some()), transport)
             await process.stdin.aclose()
             assert await process.wait() == 0
     finally:
@@ -105,3 +127,30 @@ async def test_a_client_that_half_closes_and_closes_with_unread_data(server: Ser
     await stream.send_eof()
     await stream.aclose()
     await server.check()
+
+
+each_transport = pytest.mark.parametrize("server", ["tcp", "smc", "either"], indirect=True)
+
+
+@each_transport
+async def test_a_client_that_gives_up_while_it_connects(server: Server) -> None:
+    """The deadlines end in all parts of the handshake.  Each handler reads the end of its stream,
+    if there is a handler."""
+    for number in range(150):
+        with trio.move_on_after(number * 40e-6):
+            await (await trio.open_tcp_stream("127.0.0.1", server.port)).aclose()
+    await server.check()
+
+
+@each_transport
+async def test_a_client_that_is_killed_while_it_connects(
+    server: Server, runtime_directory: Path
+) -> None:
+    """The kernel of a client that has not read a CLC message resets the connection."""
+    for seconds in ("0.002", "0.005", "0.01", "0.02"):
+        client = [sys.executable, "-c", DYING_CLIENT, server.transport, str(server.port), seconds]
+        died = await trio.run_process(client, check=False)
+        assert died.returncode == -signal.SIGKILL
+    await server.check()
+    # Names of the killed processes, which another process would remove only later.
+    shutil.rmtree(runtime_directory / "trio-smc" / "announced", ignore_errors=True)
