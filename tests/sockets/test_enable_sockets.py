@@ -666,6 +666,17 @@ def test_pyverbs_is_imported_before_the_run(
     assert loaded_in_run == ([False] if ports and rnics == "auto" else [])
 
 
+def test_trios_decorator_for_tests_uses_smc_r(enabled: None) -> None:
+    @trio.testing.trio_test
+    async def connect() -> bool:
+        client, server = await make_pair()
+        async with client, server:
+            assert isinstance(client.socket, DropInSocket)
+            return over_smc(client.socket)
+
+    assert connect()
+
+
 def test_a_guest_run_uses_smc_r(enabled: None) -> None:
     """A host loop runs Trio beside its own work, like in graphical programs."""
     todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()

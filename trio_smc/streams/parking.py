@@ -37,7 +37,12 @@ if TYPE_CHECKING:
     from trio_smc.rnic.pump import Pump
     from trio_smc.stack.budget import Budget
 
-__all__ = ["Busy", "Parking"]
+__all__ = ["BROKEN", "CLOSED", "CLOSED_MEANWHILE", "Busy", "Parking"]
+
+# Texts of Trio for its `SocketStream`, which programs compare.
+CLOSED: Final = "this socket was already closed"
+CLOSED_MEANWHILE: Final = "another task closed this fd"
+BROKEN: Final = "socket connection broken: {}"
 
 # Looked up once, because each call needs them.
 _sleep: Final = trio.lowlevel.wait_task_rescheduled

@@ -27,7 +27,7 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
-from trio_smc.streams.parking import Busy, Parking
+from trio_smc.streams.parking import BROKEN, CLOSED, CLOSED_MEANWHILE, Busy, Parking
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
     NO_MORE_URGENT,
@@ -96,7 +96,8 @@ class StreamEndpoint(Protocol):
 _DEFAULT_RECEIVE: Final = 131072
 """Bytes of `receive_some` without a size.  Measured: docs/decisions.md, "how much `receive_some`
 takes if no size is given"."""
-_CLOSED_FOR_SENDING: Final = "the stream was closed for sending"
+# Trio's texts: programs compare them.
+_SENT_EOF: Final = "can't send data after sending EOF"
 # Looked up once, because each call needs them.
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
@@ -331,7 +332,7 @@ class RdmaStream(SmcStream):
                 rest = rest[sent:]
                 if core.error is None:  # otherwise nothing would wake this task
                     parked = await self._parking.writer() or parked
-                self._check_open()
+                self._check_open(waited=parked)
                 sent = self._translating(send, rest)
             while core.sender.borrowed:
                 parked = await self._parking.writer() or parked
@@ -363,23 +364,24 @@ class RdmaStream(SmcStream):
     def _second_send_error(self) -> Exception:
         """The error of a send beside another call; as Trio's stream, first that of a shutdown."""
         if self.write_shut:
-            return trio.ClosedResourceError(_CLOSED_FOR_SENDING)
+            return trio.ClosedResourceError(_SENT_EOF)
         return self._sending.error()
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, waited: bool = False) -> None:
+        """``waited``: the call has waited, so another task has closed the stream meanwhile."""
         if self._closed:
-            raise trio.ClosedResourceError("the stream was closed")
+            raise trio.ClosedResourceError(CLOSED_MEANWHILE if waited else CLOSED)
 
     def _check_sending_first(self, data: object) -> None:
         """Raise what Trio's stream raises before it looks for a cancellation."""
         if self.write_shut:
-            raise trio.ClosedResourceError(_CLOSED_FOR_SENDING) from None
+            raise trio.ClosedResourceError(_SENT_EOF) from None
         if not memoryview(data).nbytes and self._closed:  # type: ignore[arg-type]
-            raise trio.ClosedResourceError(_CLOSED_FOR_SENDING) from None
+            raise trio.ClosedResourceError(CLOSED) from None
 
     def _check_open_for_sending(self) -> None:
         if self._closed or self._core.write_closed:
-            raise trio.ClosedResourceError(_CLOSED_FOR_SENDING)
+            raise trio.ClosedResourceError(CLOSED if self._closed else _SENT_EOF)
 
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
@@ -391,7 +393,7 @@ class RdmaStream(SmcStream):
             parked = False
             while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
                 parked = await self._parking.writer() or parked
-                self._check_open()
+                self._check_open(waited=True)
             await self._parking.end_call(parked)
 
     async def wait_writable(self) -> None:
@@ -404,7 +406,7 @@ class RdmaStream(SmcStream):
         while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
             with self._sending:
                 parked = await self._parking.writer() or parked
-            self._check_open()
+            self._check_open(waited=True)
         await self._parking.end_call(parked)
 
     async def send_eof(self) -> None:
@@ -563,7 +565,7 @@ class RdmaStream(SmcStream):
         if self._closed and not parked:
             self._receiving.taken = False  # the next task gets the same error
             await _yield()
-        self._check_open()
+        self._check_open(waited=parked)
         self._pump.drain_if_pending()
         return self._translating(take, argument)
 
@@ -594,7 +596,7 @@ class RdmaStream(SmcStream):
         parked = False
         try:
             while True:
-                self._check_open()
+                self._check_open(waited=parked)
                 taken = take()
                 if taken is not None:
                     break
@@ -711,7 +713,7 @@ class RdmaStream(SmcStream):
                     self._translating(self._receiver.receive_urgent)  # raises if it has failed
                     raise trio.EndOfChannel(NO_MORE_URGENT)
                 await self._parking.urgent()
-            raise trio.ClosedResourceError("the stream was closed")
+            raise trio.ClosedResourceError(CLOSED)
 
     async def receive_urgent(self) -> bytes:
         """Receive the urgent byte; see `SmcStream.receive_urgent`."""
@@ -726,7 +728,7 @@ class RdmaStream(SmcStream):
                 if self._receiver.urgent_over:
                     raise trio.EndOfChannel(NO_MORE_URGENT)
                 await self._parking.urgent()
-            raise trio.ClosedResourceError("the stream was closed")
+            raise trio.ClosedResourceError(CLOSED)
 
     # --- ending ----------------------------------------------------------------------------
 
@@ -841,8 +843,8 @@ class RdmaStream(SmcStream):
 
     def _translated(self, error: OSError) -> Exception:
         if self._closed or self._endpoint.abandoned:
-            return trio.ClosedResourceError("the stream was closed")
-        return trio.BrokenResourceError(f"the connection is broken: {error.strerror}")
+            return trio.ClosedResourceError(CLOSED_MEANWHILE)
+        return trio.BrokenResourceError(BROKEN.format(error))
 
 
 # See `SmcStream`.

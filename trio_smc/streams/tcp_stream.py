@@ -15,7 +15,7 @@ import trio
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.host.tcp import carried_bytes, close_with_reset, unread_bytes
-from trio_smc.streams.parking import Busy
+from trio_smc.streams.parking import BROKEN, CLOSED, Busy
 from trio_smc.streams.stream import (
     NO_MORE_URGENT,
     STILL_IN_USE,
@@ -313,7 +313,7 @@ class TcpUrgent:
     def _open_epoll(self) -> Iterator[select.epoll]:
         with self._waiting:
             if self._sock.fileno() < 0:
-                raise trio.ClosedResourceError("the stream was closed")
+                raise trio.ClosedResourceError(CLOSED)
             with select.epoll() as self._epoll:
                 try:
                     self._epoll.register(self._sock.fileno(), select.EPOLLPRI | select.EPOLLRDHUP)
@@ -367,5 +367,5 @@ def as_stream_errors(sock: trio.socket.SocketType) -> Iterator[None]:
         if error.errno == errno.EINVAL:
             raise
         if sock.fileno() < 0 or error.errno == errno.EBADF:
-            raise trio.ClosedResourceError("the stream was closed") from error
-        raise trio.BrokenResourceError(f"the connection is broken: {error}") from error
+            raise trio.ClosedResourceError(CLOSED) from error
+        raise trio.BrokenResourceError(BROKEN.format(error)) from error

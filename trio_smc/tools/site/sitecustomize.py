@@ -99,8 +99,10 @@ def _enable() -> None:
     trio_smc.enable(config)
     import trio
 
-    for module, name in ((trio, "run"), (trio.lowlevel, "start_guest_run")):
-        setattr(module, name, _reporting(getattr(module, name)))
+    runs = (trio, "run"), (trio.lowlevel, "start_guest_run"), (sys.modules.get("trio._core"), "run")
+    for module, name in runs:
+        if hasattr(module, name):
+            setattr(module, name, _reporting(getattr(module, name)))
 
 
 def _settings(trio_smc: Any) -> Any:
