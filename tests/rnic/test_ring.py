@@ -32,7 +32,9 @@ class Turns:
             self._may[self._rng.choice(sorted(self._left))].release()
 
     def step(self, side: int) -> None:
-        """End a step of a side, and let a random side continue."""
+        """End a step of a side, and let a random side continue; no-op after both sides' ends."""
+        if not self._left:
+            return
         self._next()
         assert self._may[side].acquire(timeout=PATIENCE)
 
