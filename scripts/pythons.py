@@ -39,13 +39,12 @@ SOURCE = Path("trio_smc/rnic/_words.c")
 PACKAGES = "ca-certificates,git,make,mount,netbase,python3"
 COMPILER = "gcc,libc6-dev,python3-dev"
 VARIANTS = ("native", "socket")
-PYTEST = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2"]
 EMULATED_DEMO = "make demo ARGS='--mib 4 --rounds 1'"
 EMULATED_SUITES = {
     "make quick": "make quick JOBS=2",
     # `make quick` leaves these out.
-    "tests of RNICs with processes": shlex.join([*PYTEST, "-m", "processes", "tests/rnic"]),
-    "tests of connections": shlex.join([*PYTEST, "tests/e2e"]),
+    "tests of RNICs with processes": "make test JOBS=2 ARGS='-q -m processes tests/rnic'",
+    "tests of connections": "make test JOBS=2 ARGS='-q tests/e2e'",
 }
 # Emulated processes take ten times as long as others. pip would compile each module, and without
 # cached bytecode each process would.
@@ -210,7 +209,7 @@ def emulated_commands(tests: Sequence[str]) -> list[str]:
     A failure does not stop the following commands, which may take long to reach again; the last
     command names the failed ones, and fails if there are any.
     """
-    suites = {"tests": shlex.join([*PYTEST, *tests])} if tests else EMULATED_SUITES
+    suites = {"tests": f"{_make_test(tests)} JOBS=2"} if tests else EMULATED_SUITES
     commands = [f"export {name}={value}" for name, value in EMULATED_SETTINGS.items()]
     commands += ["make ready-dev", "failed="]
     for variant in VARIANTS:

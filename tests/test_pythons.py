@@ -117,7 +117,6 @@ def test_an_emulated_processor_runs_demo_and_tests_with_each_variant(
     cases = "|".join(f'"{each}"' for each in fails) or "none"
     script = f'case "$TRIO_SMC_WORDS $1" in {cases}) code=1;; esac\necho "$@"; exit ${{code:-0}}'
     monkeypatch.setenv("PATH", str(make("bin", "make", script).parent), prepend=os.pathsep)
-    monkeypatch.setattr(pythons, "PYTEST", ["make", "test"])
     commands = pythons.emulated_commands(["tests/wire", "-k", "a b"])
     done = subprocess.run(
         ["sh", "-c", " && ".join(commands)], capture_output=True, text=True, check=False
@@ -125,7 +124,7 @@ def test_an_emulated_processor_runs_demo_and_tests_with_each_variant(
     expected = ["ready-dev"]
     for variant in ("native", "socket"):
         expected += [f"--- {variant}: make demo", "demo ARGS=--mib 4 --rounds 1"]
-        expected += [f"--- {variant}: tests", "test tests/wire -k a b"]
+        expected += [f"--- {variant}: tests", "test ARGS=tests/wire -k 'a b' JOBS=2"]
     if fails:
         expected.append("failed native: make demo, socket: tests")
     assert done.stdout.splitlines() == expected
