@@ -19,7 +19,7 @@ from tests.reused_numbers import Victim, reusing
 from tests.rnic.contract import End, connect, make_end
 from tests.rnic.pumps import Passes, is_hooked
 from tests.rnic.soft_peer import Peer
-from tests.timing import PATIENCE
+from tests.timing import PATIENCE, SLOWER
 from trio_smc.rnic.deferred import DEFERRED_PASSES
 from trio_smc.rnic.dispatch import Dispatcher
 from trio_smc.rnic.poller import Poller
@@ -36,7 +36,7 @@ from trio_smc.rnic.verbs import (
     WcOpcode,
 )
 
-NAP = 0.05
+NAP = 0.05 * SLOWER
 """Seconds: long enough for the loop to sleep."""
 
 
@@ -618,11 +618,11 @@ class TestLoop:
         a, b = ends
         async with running(*rnics) as pump:
             to_b = Sink(pump, b)
-            await trio.sleep(0.01)  # the loop sleeps, armed, and the clock wakes it
+            await trio.sleep(0.01 * SLOWER)  # the loop sleeps, armed, and the clock wakes it
             before = [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller]
             a.qp.post_send(1, b"x", signaled=False)
             await to_b.wait(1)
-            await trio.sleep(0.01)  # `wakeups` would count a woken thread
+            await trio.sleep(0.01 * SLOWER)  # `wakeups` would count a woken thread
             assert [lane.poller.wakeups for lane in pump.dispatcher.lanes if lane.poller] == before
 
     async def test_a_reader_spins_until_its_own_data_has_arrived(
