@@ -291,7 +291,8 @@ _EXPLANATIONS: dict[FallbackReason, _Explanation] = {
     ),
     FallbackReason.UNSUPPORTED_PLATFORM: _Explanation(
         "SMC-R does not work on this operating system, or with this Python",
-        "run both ends on Linux, with a Python that has the GIL",
+        "run both ends on Linux, with a Python that has the GIL, and in a sandbox that allows the "
+        "call that the log names",
         Diagnosis.CONFIGURATION,
     ),
     FallbackReason.NOT_PERMITTED: _Explanation(
