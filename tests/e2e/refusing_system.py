@@ -173,19 +173,19 @@ def once(system: System, *, smc: bool, server: str = "", client: str = "") -> tu
             os.pwrite(calls, "".join(f"{name}\n" for name in system.calls).encode(), place)
 
     place = 0
-    serving, served = in_child(smc, lambda writer: run(serve, writer, server))
-    with open(served, closefd=True) as from_server:
+    server_id, server_output = in_child(smc, lambda writer: run(serve, writer, server))
+    with open(server_output) as from_server:
         port = from_server.readline()
         if not port.strip().isdigit():
-            os.waitpid(serving, 0)
+            os.waitpid(server_id, 0)
             return f"server: {port}", []
         place = 1 << 16
-        asking, asked = in_child(smc, lambda _: run(request, int(port), client))
-        with open(asked, closefd=True) as from_client:
+        client_id, client_output = in_child(smc, lambda _: run(request, int(port), client))
+        with open(client_output) as from_client:
             outcome = from_client.read()
-        os.waitpid(asking, 0)
+        os.waitpid(client_id, 0)
         end = from_server.read()
-        os.waitpid(serving, 0)
+        os.waitpid(server_id, 0)
     if end != "served":
         outcome += f", server: {end}"
     noted = os.pread(calls, 1 << 17, 0).replace(b"\0", b"").decode().split("\n")

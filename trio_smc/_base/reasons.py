@@ -117,7 +117,8 @@ class FallbackReason(StrEnum):
     LOCAL_VERSION_MISMATCH = "local-version-mismatch"
     """The two processes have no common version of same-host discovery."""
     UNSUPPORTED_PLATFORM = "unsupported-platform"
-    """trio_smc does not support this operating system, or Python without the GIL."""
+    """trio_smc does not support this operating system, or Python without the GIL; or the system
+    refuses a call that SMC-R needs."""
     NOT_PERMITTED = "not-permitted"
     """`Config.allow` or `Config.deny` keeps this connection on TCP."""
     SHORT_CONNECTIONS = "short-connections"

@@ -1,4 +1,4 @@
-"""Whether SMC-R works on this operating system.
+"""Finds out if SMC-R works on this operating system.
 
 A sandbox, an emulator or another implementation of Linux's system calls may refuse calls that
 SMC-R needs and TCP does not.  A connection that found this out in its handshake could not become a
@@ -94,4 +94,4 @@ _NEEDED: Final[dict[str, Callable[[], object]]] = {
     "the option TCP_INFO": _tcp_state,
     "the request FIONREAD of ioctl(2)": _unread_bytes,
 }
-"""What links, the pump and handshakes call without an alternative."""
+"""The calls of links, the pump and handshakes that have no alternative."""

@@ -67,7 +67,7 @@ _RUNS: Final = tuple(
     )
     if hasattr(module, name)
 )
-"""What starts a run."""
+"""The functions that start a run."""
 _originals: dict[tuple[Any, str], Any] = {}
 
 
