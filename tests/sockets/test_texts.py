@@ -22,7 +22,7 @@ async def text_of(call: Callable[[], Awaitable[object]]) -> str:
 
 
 async def texts(*, smc: bool) -> dict[str, str]:
-    """What goes wrong on a stream, and the text of its exception."""
+    """The texts of exceptions of streams, by what has gone wrong."""
     found = {}
     [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listener.socket.getsockname()[1]
