@@ -31,7 +31,7 @@ from smc_conform.messages import (
 from smc_conform.trace import Trace
 from smc_conform.waits import Waits, Watched
 from trio_smc.rnic.memory import Memory
-from trio_smc.rnic.verbs import Completion, RnicError, WcOpcode, WcStatus
+from trio_smc.rnic.verbs import Completion, QueueFull, RnicError, WcOpcode, WcStatus
 
 __all__ = ["ELEMENTS", "ELEMENT_SIZE", "Ends", "Group", "Link", "LinkUser", "Region", "own_pair"]
 
@@ -128,11 +128,18 @@ class Link(Watched):
         self.qp.to_rts(psn=self.psn)
 
     def send(self, raw: bytes) -> None:
-        """Send a message."""
+        """Send a message.
+
+        Raises QueueFull: a check that sends many messages waits for room before (`Peer.room`).
+        """
         self.group.trace.message(self, True, raw)
-        with contextlib.suppress(RnicError):  # `failed` shows why
+        try:
             self.qp.post_send(1, raw)
-            self.posted += 1
+        except QueueFull:
+            raise
+        except RnicError:  # `failed` shows why
+            return
+        self.posted += 1
 
     def send_llc(self, layout: Layout, tail: bytes = b"", /, **values: int | bytes) -> bytes:
         """Send an LLC message with these values (`Group.pack_llc`); returns its bytes."""

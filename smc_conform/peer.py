@@ -56,6 +56,8 @@ from trio_smc.host.addresses import interface_prefixes
 __all__ = ["Handshake", "Peer", "Phase", "proposal"]
 
 _SERVER: Final = Role.SERVER
+_OUTSTANDING: Final = 128
+"""Messages at a time; a queue pair of a RoCE port takes 256."""
 _RELEASE: Final = 1
 _MAX_CONNECTIONS: Final = 255
 _MAX_LINKS: Final = 2
@@ -600,6 +602,13 @@ class Peer:
         back = tcp.take()
         if back != data:
             raise Failed(f"the echo over TCP is {back[:40]!r} instead of {data[:40]!r}")
+
+    async def room(self, link: Link) -> None:
+        """Wait until the queue pair can take more messages, or has failed."""
+        await self.until(
+            lambda: bool(link.failed) or link.posted - link.completed < _OUTSTANDING,
+            "the completion of earlier messages",
+        )
 
     async def ping(self, link: Link) -> Message:
         """Send TEST LINK and wait for the reply.

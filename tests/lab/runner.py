@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks.machines import this_machine
 from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
+from tests.lab.routing import second_interface
 from tests.lab.setup import DEFAULT, STOCK
 
 __all__ = [
@@ -199,6 +200,8 @@ PARTS = {
     "links": ("llc/*", "isolation/*"),
     "data": ("data/*", "endings/*"),
     "robustness": ("robustness/*",),
+    # With two RNICs on the suite's side.
+    "failover": ("failover/*", "version2/v2.7-2", "version2/v2.10-*"),
 }
 """Parts of the conformance suite, so that each run of guests ends within nine minutes."""
 SHARE = "share"
@@ -232,11 +235,18 @@ def conform(
     """
     patterns = SHARES[version] if part == SHARE else PARTS[part]
     only = [word for pattern in patterns for word in ("--only", pattern)]
+    rnics = ["--rnic", "rxe0"]
+    second = ""
+    if part == "failover":
+        rnics += ["--rnic", "rxe1"]
+        second = f"modules macvlan; [ $ROLE = server ] && {{ {second_interface(11)}; }}\n"
+    if target == "kernel":
+        rnics.append("--tcp-option")
     commands = (
-        f"rxe 0 eth0\n{_kernel_of_version(version) + IDLE_LINKS if target == 'kernel' else ''}"
+        f"rxe 0 eth0\n{second}"
+        f"{_kernel_of_version(version) + IDLE_LINKS if target == 'kernel' else ''}"
         f"exec {PYTHON} -m tests.lab.guest_conform $ROLE {target} {role} {version}"
-        f" --rnic rxe0{' --tcp-option' if target == 'kernel' else ''}"
-        f" {' '.join(map(shlex.quote, [*only, *options]))}\n"
+        f" --provides one-rnic {' '.join(map(shlex.quote, [*rnics, *only, *options]))}\n"
     )
     return run_pair(
         reports_of(target, role, version, part, kernel), commands, seconds=540, hostile=True,
