@@ -640,6 +640,19 @@ class Peer:
                 link.send_llc(TEST_LINK)
         await self.until(over, "the end of the link")
 
+    async def answer_or_end(self, link: Link) -> bool:
+        """Wait for an LLC message or the end of the link; returns True if it has ended.
+
+        On RoCE a queue pair that the implementation has ended shows in the end of the TCP
+        connections, if all that the suite has sent was acknowledged before.
+        """
+
+        def over() -> bool:
+            return bool(link.failed) or any(tcp.end is not None for tcp in self._tcps)
+
+        await self.until(lambda: bool(link.inbox) or over(), "an answer or the end of the link")
+        return over()
+
     # --- connections -----------------------------------------------------------------------------
 
     async def dial(self, port: int = 0) -> Tcp:

@@ -775,8 +775,7 @@ async def ends_or_differs(peer: Peer, link: Link) -> None:
     """The link ends; otherwise the verdict is "differs", as only Linux's source says more."""
     link.inbox.clear()
     link.send_llc(TEST_LINK, user_data=b"still there ????")
-    await peer.until(lambda: bool(link.inbox or link.failed), "an answer or the end of the link")
-    if not link.failed:
+    if not await peer.answer_or_end(link):
         raise Differs(f"the link goes on: {link.inbox[0]}")
 
 
@@ -1151,8 +1150,7 @@ async def three_other_links(peer: Peer) -> None:
     link.send_llc(CONFIRM_RKEY, other_tokens=3, rkey=5, address=5, link_1=9, link_2=10)
     link.inbox.clear()
     link.send_llc(TEST_LINK, user_data=b"still there ????")
-    await peer.until(lambda: bool(link.inbox or link.failed), "an answer or the end of the link")
-    if not link.failed and link.inbox[0].layout is not CONFIRM_RKEY:
+    if not await peer.answer_or_end(link) and link.inbox[0].layout is not CONFIRM_RKEY:
         raise Differs(f"the link goes on, without a reply: {link.inbox[0]}")
 
 
