@@ -124,6 +124,8 @@ async def newer_version(peer: Peer) -> None:
         handshake = await peer.reach(Phase.ACCEPTED, change={"proposal": {"version": version}})
         if handshake.accept.version != 2:
             raise Failed(f"version {version} is answered by version {handshake.accept.version}")
+        # Linux has one first contact at a time.
+        handshake.tcp.close()
 
 
 @check("v2.2-5", "A Proposal with 8 EIDs is accepted, and ours may be the last one.", SERVER)
@@ -236,6 +238,7 @@ async def wrong_smc_d_part(peer: Peer) -> None:
         answer = await peer.clc_or_end(handshake.tcp)
         if answer is not None and answer.layout not in (ACCEPT, DECLINE):
             raise Failed(f"the answer is {answer}")
+        handshake.tcp.close()
 
 
 # --- SMC Proposal, as the client sends it --------------------------------------------------------
@@ -330,17 +333,20 @@ async def lower_release(peer: Peer) -> None:
         handshake = await peer.reach(Phase.ACCEPTED, change={"proposal": {"release": offered}})
         if handshake.accept.release != agreed:
             raise Failed(f"release {offered} is answered by {handshake.accept.release}")
+        handshake.tcp.close()
 
 
 @check("v2.3-2", "The limits are the lower ones of both sides.", SERVER)
 async def lower_limits(peer: Peer) -> None:
     for connections, links in ((16, 1), (100, 2), (255, 1), (17, 255)):
         limits = {"max_connections": connections, "max_links": links}
-        accept = (await peer.reach(Phase.ACCEPTED, change={"proposal": limits})).accept
+        handshake = await peer.reach(Phase.ACCEPTED, change={"proposal": limits})
+        accept = handshake.accept
         if not 16 <= accept.max_connections <= connections:
             raise Failed(f"{connections} connections are answered by {accept.max_connections}")
         if not 1 <= accept.max_links <= links:
             raise Failed(f"{links} links are answered by {accept.max_links}")
+        handshake.tcp.close()
 
 
 @check("v2.3-3", "In release 0 SMC Accept has no limits.", SERVER)

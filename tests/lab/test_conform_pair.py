@@ -52,7 +52,7 @@ def test_a_share_with_the_kernel(version: int, role: str) -> None:
 
 @pytest.mark.lab
 @pytest.mark.other_kernel
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(runner.CONFORM_TIME + 160)
 @pytest.mark.parametrize(("version", "role", "part"), OURS)
 def test_ours_over_soft_roce(version: int, role: str, part: str) -> None:
     done = runner.conform("ours", role, version, part)
@@ -65,7 +65,7 @@ def test_ours_over_soft_roce(version: int, role: str, part: str) -> None:
 
 @pytest.mark.lab
 @pytest.mark.other_kernel
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(runner.CONFORM_TIME + 160)
 @pytest.mark.parametrize(("kernel", "version", "role", "part"), list(kernels()))
 def test_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
     judge_the_kernel(kernel, version, role, part)
