@@ -397,8 +397,11 @@ class Group:
         self._closed = True
         for link in self.links.values():
             if not link.failed and link.peer is not None:
-                # A RoCE port does not notice at once that a queue pair has ended.
-                link.send_llc(DELETE_LINK, all_links=1, orderly=1, reason=0x00030000)
+                # A RoCE port does not notice at once that a queue pair has ended.  Over one link:
+                # Linux may crash by a message on a link that another message has just ended.
+                with contextlib.suppress(QueueFull):
+                    link.send_llc(DELETE_LINK, all_links=1, orderly=1, reason=0x00030000)
+                break
         for link in self.links.values():
             link.close()
         for memory in (self.memory, *self.spare):

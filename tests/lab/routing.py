@@ -59,7 +59,7 @@ def route_to(wire: int, *, number: int, verb: str = "replace") -> str:
     return f"ip route {verb} 10.9.{7 + wire}.0/24 via 10.9.{wire}.{number}"
 
 
-def second_interface(number: int) -> str:
+def second_interface(number: int | str) -> str:
     """mac0 with the address 10.9.0.NUMBER and RoCE port rxe1, on the wire of eth0: one RNIC of the
     other guest reaches it and eth0.  It needs the module macvlan."""
     return (

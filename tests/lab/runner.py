@@ -200,9 +200,14 @@ PARTS = {
     "links": ("llc/*", "isolation/*"),
     "data": ("data/*", "endings/*"),
     "robustness": ("robustness/*",),
-    # With two RNICs on the suite's side.
-    "failover": ("failover/*", "version2/v2.7-2", "version2/v2.10-*"),
-}
+    # With two RNICs on the suite's side, and on that of the kernel.
+    "failover": (
+        "failover/[235AC]*", "failover/4.6-*", "failover/4.6.1-[1-35-9]", "failover/4.6.2-*",
+        "failover/4.8*", "version2/v2.7-2", "version2/v2.10-*",
+    ),
+    # Linux crashes, so this check has guests of its own.
+    "validation": ("failover/4.6.1-4",),
+}  # fmt: skip
 """Parts of the conformance suite, so that most runs of guests end within five minutes."""
 CONFORM_TIME = 1080
 """Seconds for a part; the kernel as client takes the longest, as it has one check at a time."""
@@ -237,18 +242,22 @@ def conform(
     """
     patterns = SHARES[version] if part == SHARE else PARTS.get(part, part.split(","))
     only = [word for pattern in patterns for word in ("--only", pattern)]
-    rnics = ["--rnic", "rxe0"]
+    two = part.startswith(("failover", "validation"))
+    given = ["--rnic", "rxe0", *(("--rnic", "rxe1") if two else ())]
     second = ""
-    if part == "failover" or part.startswith("failover/"):
-        rnics += ["--rnic", "rxe1"]
-        second = f"modules macvlan; [ $ROLE = server ] && {{ {second_interface(11)}; }}\n"
+    if two:
+        # Linux does not move a connection to another link of the same RNIC, so it has two as well.
+        where = "" if target == "kernel" else "[ $ROLE = server ] && "
+        second = f"modules macvlan; {where}{{ {second_interface('1$NUMBER')}; }}\n"
     if target == "kernel":
-        rnics.append("--tcp-option")
+        given.append("--tcp-option")
+    if target == "ours" or not two:
+        given += ["--provides", "one-rnic"]
     commands = (
         f"rxe 0 eth0\n{second}"
         f"{_kernel_of_version(version) + IDLE_LINKS if target == 'kernel' else ''}"
         f"exec {PYTHON} -m tests.lab.guest_conform $ROLE {target} {role} {version}"
-        f" --provides one-rnic {' '.join(map(shlex.quote, [*rnics, *only, *options]))}\n"
+        f" {' '.join(map(shlex.quote, [*given, *only, *options]))}\n"
     )
     return run_pair(
         reports_of(target, role, version, part, kernel), commands, seconds=CONFORM_TIME,

@@ -74,8 +74,10 @@ def test_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
 def judge_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
     """Run a part of the suite; each failed check must have its reason."""
     done = runner.conform("kernel", role, version, part, kernel=kernel)
-    assert kernel_crash(done) is None, describe_failure(done)
     found = verdicts(done, runner.reports_of("kernel", role, version, part, kernel), role)
     known = findings()
-    assert [name for name in found.get("fail", []) if name not in known] == []
-    assert found["pass"]
+    failed = found.get("fail", [])
+    assert [name for name in failed if name not in known] == []
+    if not any(known[name].crashes for name in failed):
+        assert kernel_crash(done) is None, describe_failure(done)
+        assert found["pass"]
