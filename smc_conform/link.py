@@ -44,6 +44,7 @@ _LONG_RECEIVE: Final = 4352
 """Bytes of a receive buffer in version 2, whose longest message has 4,152."""
 _SHORTEST: Final = 44
 _REPLY: Final = 0x80
+_CONFIRMED: Final = ("link", "rkey", "address")
 _PAIR: Final = ("reference_rkey", "new_rkey", "new_address")
 
 
@@ -300,6 +301,14 @@ class Group:
                 if known.get(old.number, (0, 0))[0] == reference:
                     known[new.number] = rkey, address
 
+    def _learn_rmb(self, link: Link, message: Message) -> None:
+        """Note the implementation's RTokens of an RMB that CONFIRM RKEY announces."""
+        tokens = {link.number: (message.rkey, message.address)}
+        for place in range(1, 1 + min(message.other_tokens, 2)):
+            number, *token = (getattr(message, f"{name}_{place}") for name in _CONFIRMED)
+            tokens[number] = (token[0], token[1])
+        self.peer_tokens.append(tokens)
+
     def take_element(self) -> int:
         """The index of an element that no connection has used."""
         self._used += 1
@@ -320,6 +329,8 @@ class Group:
                 connection.receive(link, message)
             return
         layout = message.layout
+        if layout is CONFIRM_RKEY and not message.reply:
+            self._learn_rmb(link, message)
         if layout is not None and layout in self.auto and not message.reply:
             link.answered.append(message)
             self._answer(link, message)

@@ -180,8 +180,9 @@ class Handshake:
 
     def credentials(self) -> dict[str, Any]:
         """The fields of the suite's SMC Accept or SMC Confirm."""
-        group, link, connection = self.group, self.link, self.connection
+        group, connection = self.group, self.connection
         assert group is not None
+        link = connection.link
         fields = {
             **link.own,
             "peer_id": group.peer_id,
@@ -677,8 +678,9 @@ class Peer:
         return group
 
     def offer(self, handshake: Handshake) -> dict[str, Any]:
-        """The fields of SMC Proposal."""
-        rnic = self.session.devices[0].rnic
+        """The fields of SMC Proposal; in a group it names the RNIC of a link that works."""
+        group = handshake.group
+        rnic = self.session.devices[0].rnic if group is None else group.link.rnic
         fields: dict[str, Any] = {"peer_id": handshake.peer_id, "gid": rnic.gid, "mac": rnic.mac}
         networks = interface_prefixes(handshake.tcp.local)
         if ipaddress.ip_address(handshake.tcp.local.partition("%")[0]).version == 4:
