@@ -22,7 +22,7 @@ from benchmarks.machines import this_machine
 from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
 from tests.lab.routing import second_interface
-from tests.lab.setup import DEFAULT, STOCK
+from tests.lab.setup import DEFAULT, KERNELS, STOCK
 
 __all__ = [
     "CONFORM_TIME", "PARTS", "SHARE", "conform", "contract", "hostile", "loopback", "ours",
@@ -249,13 +249,16 @@ def conform(
         # Linux does not move a connection to another link of the same RNIC, so it has two as well.
         where = "" if target == "kernel" else "[ $ROLE = server ] && "
         second = f"modules macvlan; {where}{{ {second_interface('1$NUMBER')}; }}\n"
+    load = ""
     if target == "kernel":
         given.append("--tcp-option")
+        load = _kernel_of_version(version) + IDLE_LINKS
+        if two and version > 1 and kernel in KERNELS and KERNELS[kernel].module_is_built:
+            load = RETRIES + IDLE_LINKS  # otherwise soft-RoCE never gives a message up
     if target == "ours" or not two:
         given += ["--provides", "one-rnic"]
     commands = (
-        f"rxe 0 eth0\n{second}"
-        f"{_kernel_of_version(version) + IDLE_LINKS if target == 'kernel' else ''}"
+        f"rxe 0 eth0\n{second}{load}"
         f"exec {PYTHON} -m tests.lab.guest_conform $ROLE {target} {role} {version}"
         f" {' '.join(map(shlex.quote, [*given, *only, *options]))}\n"
     )
@@ -266,23 +269,21 @@ def conform(
     )  # fmt: skip
 
 
+RETRIES = "echo 3 > /sys/module/smc/parameters/lab_retries\n"
 IDLE_LINKS = "sysctl -q -w net.smc.smcr_testlink_time=4\n"
 """Linux tests idle links every 30 seconds otherwise, which is longer than a check waits."""
 
 
 def reports_of(target: str, role: str, version: int, part: str, kernel: str = DEFAULT) -> str:
     """The name of the directory with the reports of `conform`."""
-    name = part if part in PARTS or part == SHARE else "checks"
+    name = re.sub(r"[^\w.]+", "-", part)[:60]
     return f"conform-{Path(kernel).name if target == 'kernel' else target}-v{version}-{role}-{name}"
 
 
 def _kernel_of_version(version: int) -> str:
     """Shell commands that let the kernel's AF_SMC speak this version over soft-RoCE."""
     if version == 1:
-        return (
-            "echo 1 > /sys/module/smc/parameters/lab_gids\n"
-            "echo 3 > /sys/module/smc/parameters/lab_retries\n"
-        )
+        return f"echo 1 > /sys/module/smc/parameters/lab_gids\n{RETRIES}"
     return (
         f"rmmod smc_diag smc && insmod $KERNEL/{STOCK}/smc.ko"
         f" && insmod $KERNEL/{STOCK}/smc_diag.ko || exit 1\n"
