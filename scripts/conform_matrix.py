@@ -207,7 +207,7 @@ def matrix(found: Sequence[Column], reasons: dict[str, Finding]) -> str:
             linux = any(each.startswith("Linux") for each in details)
             if name in reasons and verdict == "fail" and linux:
                 why = f"[{reasons[name].title}](linux/{reasons[name].page}.md)"
-            elif name in reasons:
+            elif name in reasons and reasons[name].ours:
                 why = reasons[name].title
             else:
                 why = f"`{next(iter(details.values()))}`"
