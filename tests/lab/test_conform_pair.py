@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 import pytest
 
 from scripts.conform import DIFFERS
 from scripts.conform_findings import findings
+from smc_conform.catalogue import all_checks
 from tests.lab import runner, setup
 from tests.lab.failures import describe_failure, kernel_crash
 from tests.lab.machine import ARTEFACTS, Finished
@@ -41,6 +43,25 @@ def verdicts(done: Finished, name: str, role: str) -> dict[str, list[str]]:
     for each in json.loads(path.read_text())["checks"]:
         found.setdefault(each["verdict"], []).append(each["id"])
     return found
+
+
+def test_each_check_is_in_a_part() -> None:
+    """Checks of failover are in one part only: one crashes Linux, and has guests of its own."""
+    for check in all_checks():
+        parts = [
+            part
+            for part, patterns in runner.PARTS.items()
+            if any(fnmatchcase(check.id, pattern) for pattern in patterns)
+        ]
+        assert parts, check.id
+        assert check.area != "failover" or len(parts) == 1, check.id
+    assert runner.PARTS["validation"] == ("failover/4.6.1-4",)
+
+
+def test_reports_of_single_checks_have_a_directory_of_their_own() -> None:
+    name = runner.reports_of("kernel", "server", 1, "clc/C.6-4,clc/A.2-*", "7.3")
+    assert name == "conform-7.3-v1-server-clc-C.6-4-clc-A.2-"
+    assert runner.reports_of("ours", "client", 2, "links") == "conform-ours-v2-client-links"
 
 
 @pytest.mark.lab
