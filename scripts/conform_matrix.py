@@ -291,7 +291,7 @@ def linux_index(known: Sequence[Finding]) -> str:
 
 
 def checked(reasons: dict[str, Finding]) -> list[str]:
-    """What is wrong with the pages as they are."""
+    """The faults of the pages as they are."""
     pages = {path.stem for path in (PAGES / "linux").glob("*.md")} - {"index"}
     wrong = [f"{each}: no reason" for each in sorted(pages - {r.page for r in reasons.values()})]
     if matrix(kept_results(), reasons) != (PAGES / "matrix.md").read_text():
