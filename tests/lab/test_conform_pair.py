@@ -32,7 +32,9 @@ def kernels() -> Iterator[tuple[str, int, str, str]]:
         for version in source.versions:
             for role in ROLES:
                 for part in runner.PARTS:
-                    yield name, version, role, part
+                    # With its own module a kernel does not notice that soft-RoCE has lost a link.
+                    if part != "failover" or source.module_is_built:
+                        yield name, version, role, part
 
 
 def verdicts(done: Finished, name: str, role: str) -> dict[str, list[str]]:
