@@ -149,11 +149,15 @@ class Link(Watched):
         return raw
 
     def write(self, data: bytes, address: int, rkey: int) -> None:
-        """Write into the memory of the implementation."""
+        """Write into the memory of the implementation.  Raises QueueFull, as `send` does."""
         self.group.trace.write(self, address, rkey, data)
-        with contextlib.suppress(RnicError):
+        try:
             self.qp.post_write(2, memoryview(data), None, address, rkey, signaled=True)
-            self.posted += 1
+        except QueueFull:
+            raise
+        except RnicError:
+            return
+        self.posted += 1
 
     @contextlib.contextmanager
     def new_region(self) -> Iterator[Region]:
