@@ -16,6 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.machines import this_machine
@@ -26,7 +27,7 @@ from tests.lab.setup import DEFAULT, KERNELS, STOCK
 
 __all__ = [
     "CONFORM_TIME", "PARTS", "SHARE", "conform", "contract", "hostile", "loopback", "ours",
-    "overcommit", "reports_of", "speed", "streams", "verbs", "ways", "with_kernel",
+    "overcommit", "parts_of", "reports_of", "speed", "streams", "verbs", "ways", "with_kernel",
 ]  # fmt: skip
 
 PYTHON = "/usr/bin/python3"
@@ -196,7 +197,8 @@ def with_kernel(suite: str, *steps: str, kernel: str = DEFAULT) -> Finished:
 
 
 PARTS = {
-    "handshakes": ("clc/*", "contact/*", "version2/*"),
+    "handshakes": ("clc/*", "contact/*"),
+    "version2": ("version2/*",),
     "links": ("llc/*", "isolation/*"),
     "data": ("data/*", "endings/*"),
     "robustness": ("robustness/*",),
@@ -210,7 +212,7 @@ PARTS = {
 }  # fmt: skip
 """Parts of the conformance suite, so that most runs of guests end within five minutes."""
 CONFORM_TIME = 1080
-"""Seconds for a part; the kernel as client takes the longest, as it has one check at a time."""
+"""Seconds for a part; with the kernel as client it takes the longest, with one check at a time."""
 SHARE = "share"
 """The part of `SHARES`."""
 SHARES = {
@@ -227,6 +229,11 @@ SHARES = {
     ),
 }  # fmt: skip
 """Checks of each subject, by version, that a plain ``make interop`` has time for."""
+
+
+def parts_of(version: int) -> Iterator[str]:
+    """The parts that have checks of this version."""
+    return (part for part in PARTS if version > 1 or part != "version2")
 
 
 def conform(

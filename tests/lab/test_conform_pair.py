@@ -23,7 +23,12 @@ from tests.lab.failures import describe_failure, kernel_crash
 from tests.lab.machine import ARTEFACTS, Finished
 
 ROLES = ("server", "client")
-OURS = [(version, role, part) for version in (1, 2) for role in ROLES for part in runner.PARTS]
+OURS = [
+    (version, role, part)
+    for version in (1, 2)
+    for role in ROLES
+    for part in runner.parts_of(version)
+]
 
 
 def kernels() -> Iterator[tuple[str, int, str, str]]:
@@ -31,7 +36,7 @@ def kernels() -> Iterator[tuple[str, int, str, str]]:
     for name, source in setup.KERNELS.items():
         for version in source.versions:
             for role in ROLES:
-                for part in runner.PARTS:
+                for part in runner.parts_of(version):
                     # With its own module a kernel does not notice that soft-RoCE has lost a link.
                     if part != "failover" or source.module_is_built:
                         yield name, version, role, part
