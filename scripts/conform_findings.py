@@ -19,12 +19,14 @@ class Finding(NamedTuple):
       title: in a few words.
       reason: what the implementation does, and where it is decided.
       ours: trio_smc differs for this reason; otherwise Linux fails for it.
+      crashes: Linux crashes.
     """
 
     id: str
     title: str
     reason: str = ""
     ours: bool = False
+    crashes: bool = False
 
     @property
     def page(self) -> str:

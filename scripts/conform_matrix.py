@@ -2,11 +2,13 @@
 
     python -m scripts.conform_matrix [--check]
 
-Reads build/conform and build/interop, and writes docs/conformance/matrix.md, and for each check
-that a Linux kernel has failed a page in docs/conformance/linux, with its capture.  The reasons are
-in scripts/conform_findings.toml; a failed check without a reason is an error.
+Reads build/conform and build/interop, and writes docs/conformance/results.json, which keeps the
+results of earlier runs: a report replaces an area of an implementation, unless it has fewer checks
+(a share of them).  From the results it makes docs/conformance/matrix.md, and for each check that a
+Linux kernel has failed a page in docs/conformance/linux, with the capture of the newest report.
+The reasons are in scripts/conform_findings.toml; a failed check without a reason is an error.
 
---check   only compare the reasons with the pages.
+--check   only compare the results with the matrix, and the reasons with the pages.
 """
 
 from __future__ import annotations
@@ -15,20 +17,35 @@ import argparse
 import base64
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.conform import REPORTS, ROOT
 from scripts.conform_findings import Finding, findings
 
-__all__ = ["Column", "main"]
+__all__ = ["Area", "Column", "main"]
 
 PAGES = ROOT / "docs" / "conformance"
+RESULTS = PAGES / "results.json"
 LAB = ROOT / "build" / "interop"
+_LADDER = "The ladder, as the suite sees it (`->` is sent by the suite):"
+_NOT_PASSED = ("fail", "differs", "inconclusive")
 _MOST_LINES = 60
 """Lines of a ladder or of messages on a page; the capture has all."""
+
+
+class Area(NamedTuple):
+    """The results of an area of checks.
+
+    Attributes:
+      passed, checks: how many have passed, and how many apply.
+      others: verdict and detail of the checks that have not passed, by ID.
+    """
+
+    passed: int
+    checks: int
+    others: dict[str, tuple[str, str]]
 
 
 class Column(NamedTuple):
@@ -38,35 +55,69 @@ class Column(NamedTuple):
       name: of the implementation.
       version: of SMC-R.
       role: of the implementation.
-      checks: by ID, as in the reports.
+      areas: the results, by area.
     """
 
     name: str
     version: int
     role: str
-    checks: dict[str, dict[str, Any]]
+    areas: dict[str, Area]
 
     @property
     def words(self) -> str:
         """For a headline."""
         return f"{self.name}, version {self.version}, {self.role}"
 
+    @property
+    def order(self) -> tuple[bool, bool, list[int], int, bool]:
+        """The place in the matrix: trio_smc first, then kernels from the newest on."""
+        kernel = self.name.startswith("Linux")
+        numbers = [-int(each) for each in self.name.split()[1].split(".")] if kernel else []
+        return kernel, "soft-RoCE" in self.name, numbers, self.version, self.role == "client"
 
-def columns() -> Iterator[Column]:
+    def others(self, verdict: str) -> dict[str, str]:
+        """The details of all checks with this verdict, by ID."""
+        found = [each for area in self.areas.values() for each in area.others.items()]
+        return {name: detail for name, (given, detail) in found if given == verdict}
+
+
+class Reports(NamedTuple):
+    """The reports of an implementation in one role and version; its checks by ID."""
+
+    name: str
+    version: int
+    role: str
+    checks: dict[str, dict[str, Any]]
+
+    def column(self) -> Column:
+        """Their results."""
+        areas: dict[str, Area] = {}
+        for name, each in sorted(self.checks.items()):
+            area = areas.get(name.partition("/")[0], Area(0, 0, {}))
+            passed = each["verdict"] == "pass"
+            if not passed:
+                area.others[name] = (each["verdict"], each["detail"])
+            areas[name.partition("/")[0]] = Area(area.passed + passed, area.checks + 1, area.others)
+        return Column(self.name, self.version, self.role, areas)
+
+
+def reports() -> Iterator[Reports]:
     """All reports that there are; the parts of a run in the lab are put together."""
     for directory, version in ((REPORTS, 1), (REPORTS / "version-2", 2)):
         for role in ("server", "client"):
             path = directory / f"{role}.json"
             if path.exists():
-                yield Column("trio_smc, software RNIC", version, role, _checks([path]))
+                yield Reports("trio_smc, software RNIC", version, role, _checks([path]))
     names = {"ours": "trio_smc, soft-RoCE"}
     found: dict[tuple[str, int, str], list[Path]] = {}
-    for path in sorted(LAB.glob("conform-*-v[12]-*-*/*.json")):
+    # Of a check in several parts the newest result counts.
+    written = LAB.glob("conform-*-v[12]-*-*/*.json")
+    for path in sorted(written, key=lambda each: each.stat().st_mtime):
         _, target, speaks, role, _ = path.parent.name.split("-", 4)
         name = names.get(target, f"Linux {target}")
         found.setdefault((name, int(speaks[1:]), role), []).append(path)
-    for (name, number, role), paths in sorted(found.items(), reverse=True):
-        yield Column(name, number, role, _checks(paths))
+    for (name, number, role), paths in found.items():
+        yield Reports(name, number, role, _checks(paths))
 
 
 def _checks(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
@@ -78,84 +129,141 @@ def _checks(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
     }
 
 
+def kept_results() -> list[Column]:
+    """The results of earlier runs."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    columns = []
+    for each in kept:
+        areas = {}
+        for name, area in each["areas"].items():
+            others = {check: (word, detail) for check, (word, detail) in area["others"].items()}
+            areas[name] = Area(area["passed"], area["checks"], others)
+        columns.append(Column(each["implementation"], each["version"], each["role"], areas))
+    return columns
+
+
+def merged(kept: Iterable[Column], new: Iterable[Column]) -> list[Column]:
+    """The results with each area of ``new`` in place of that of ``kept``, if it is no smaller."""
+    columns = {(each.name, each.version, each.role): each for each in kept}
+    for each in new:
+        key = (each.name, each.version, each.role)
+        areas = dict(columns[key].areas) if key in columns else {}
+        for name, area in each.areas.items():
+            if name not in areas or area.checks >= areas[name].checks:
+                areas[name] = area
+        columns[key] = each._replace(areas=dict(sorted(areas.items())))
+    return sorted(columns.values(), key=lambda column: column.order)
+
+
+def in_json(found: Sequence[Column]) -> str:
+    """The text of results.json."""
+    rows = [
+        {
+            "implementation": column.name, "version": column.version, "role": column.role,
+            "areas": {name: area._asdict() for name, area in column.areas.items()},
+        }
+        for column in found
+    ]  # fmt: skip
+    return json.dumps(rows, indent=1) + "\n"
+
+
 def matrix(found: Sequence[Column], reasons: dict[str, Finding]) -> str:
     """The page with the matrix."""
-    areas = sorted({name.partition("/")[0] for column in found for name in column.checks})
+    areas = sorted({name for column in found for name in column.areas})
     lines = [
         "# The matrix",
         "",
         "Passed checks of all checks that apply, for each area; then the checks that have failed,",
-        "or differ. An empty cell was not run. `python -m scripts.conform_matrix` makes this page",
-        "from the reports of `make conform` and `make interop`.",
+        "or differ. An empty cell was not run, and in a cell with far fewer checks than others of",
+        "its column only a share of them was. `python -m scripts.conform_matrix` makes this page",
+        "from the reports of `make conform` and `make interop`; {download}`results.json` has the",
+        "results of all runs.",
         "",
         "| implementation | version | role | " + " | ".join(areas) + " |",
         "|---" * (3 + len(areas)) + "|",
     ]
     for column in found:
-        cells = []
-        for area in areas:
-            verdicts = Counter(
-                each["verdict"]
-                for name, each in column.checks.items()
-                if name.startswith(f"{area}/")
-            )
-            cells.append(f"{verdicts['pass']}/{verdicts.total()}" if verdicts else "")
+        cells = [
+            f"{column.areas[area].passed}/{column.areas[area].checks}"
+            if area in column.areas
+            else ""
+            for area in areas
+        ]
         words = (column.name, str(column.version), column.role, *cells)
         lines.append("| " + " | ".join(words) + " |")
     lines += ["", "## Failed, or different", ""]
     lines += ["| check | implementation | verdict | why |", "|---|---|---|---|"]
-    for name in sorted({name for column in found for name in column.checks}):
-        for verdict in ("fail", "differs", "inconclusive"):
-            where = [
-                column.words
+    names = {
+        name for column in found for area in column.areas.values() for name in area.others
+    }  # fmt: skip
+    for name in sorted(names):
+        for verdict in _NOT_PASSED:
+            details = {
+                column.words: column.others(verdict)[name]
                 for column in found
-                if column.checks.get(name, {}).get("verdict") == verdict
-            ]
-            if where:
-                details = (
-                    column.checks[name]["detail"] for column in found if column.words in where
-                )
-                why = reasons[name].title if name in reasons else f"`{next(details)}`"
-                if any(each.startswith("Linux") for each in where) and verdict == "fail":
-                    why = f"[{why}](linux/{reasons[name].page}.md)" if name in reasons else why
-                lines.append(f"| `{name}` | {'<br>'.join(where)} | {verdict} | {why} |")
+                if name in column.others(verdict)
+            }
+            if not details:
+                continue
+            linux = any(each.startswith("Linux") for each in details)
+            if name in reasons and verdict == "fail" and linux:
+                why = f"[{reasons[name].title}](linux/{reasons[name].page}.md)"
+            elif name in reasons and reasons[name].ours:
+                why = reasons[name].title
+            else:
+                why = f"`{next(iter(details.values()))}`"
+            lines.append(f"| `{name}` | {'<br>'.join(details)} | {verdict} | {why} |")
     return "\n".join(lines) + "\n"
 
 
-def linux_page(finding: Finding, found: Sequence[Column]) -> str:
-    """The page about a check that a Linux kernel has failed."""
-    seen = [(column, column.checks[finding.id]) for column in found if finding.id in column.checks]
-    first = seen[0][1]
+def linux_page(
+    finding: Finding, found: Sequence[Column], newest: dict[str, Any] | None, before: str
+) -> str:
+    """The page about a check that a Linux kernel has failed.
+
+    Args:
+      newest: the check in a report; None: no report of a failure is there, and requirement and
+        messages are those of the page as it was ``before``.
+    """
+    if newest is None:
+        requirement = before.partition("Check `")[2].partition("`: ")[2].partition("\n")[0]
+        messages = _LADDER + before.partition(_LADDER)[2]
+    else:
+        requirement = newest["requirement"]
+        messages = "\n".join((
+            _LADDER,
+            "",
+            "```text",
+            *_cut(newest["ladder"]),
+            "```",
+            "",
+            "The messages:",
+            "",
+            "```text",
+            *_cut(newest.get("messages", [])),
+            "```",
+            "",
+            f"The capture is {{download}}`{finding.page}.pcapng`.",
+            "",
+        ))  # fmt: skip
     lines = [
         f"# {finding.title[0].upper()}{finding.title[1:]}",
         "",
-        f"Check `{finding.id}`: {first['requirement']}",
+        f"Check `{finding.id}`: {requirement}",
         "",
         finding.reason.strip(),
         "",
         "| kernel | version of SMC-R | role | observation |",
         "|---|---|---|---|",
         *(
-            f"| {column.name} | {column.version} | {column.role} | `{each['detail']}` |"
-            for column, each in seen
+            f"| {column.name} | {column.version} | {column.role} "
+            f"| `{column.others('fail')[finding.id]}` |"
+            for column in found
+            if finding.id in column.others("fail")
         ),
         "",
-        "The ladder, as the suite sees it (`->` is sent by the suite):",
-        "",
-        "```text",
-        *_cut(first["ladder"]),
-        "```",
-        "",
-        "The messages:",
-        "",
-        "```text",
-        *_cut(first.get("messages", [])),
-        "```",
-        "",
-        f"The capture is {{download}}`{finding.page}.pcapng`.",
-        "",
     ]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n" + messages
 
 
 def _cut(lines: Sequence[str]) -> list[str]:
@@ -171,8 +279,8 @@ def linux_index(known: Sequence[Finding]) -> str:
         "",
         "Each page has the requirement, what the kernel did, the bytes, and a capture. The lab",
         "makes Linux's SMC-R work over soft-RoCE ([interop](../../interop.md)): version 2 with",
-        "Debian's own module, version 1 with one that accepts soft-RoCE's GIDs. The places in the",
-        "source are those of Linux 6.12.",
+        "the module as it comes, version 1 with one that accepts soft-RoCE's GIDs. The places in",
+        "the source are those of Linux 6.12.",
         "",
         "```{toctree}",
         ":maxdepth: 1",
@@ -183,38 +291,55 @@ def linux_index(known: Sequence[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def checked(reasons: dict[str, Finding]) -> list[str]:
+    """The faults of the pages as they are."""
+    pages = {path.stem for path in (PAGES / "linux").glob("*.md")} - {"index"}
+    wrong = [f"{each}: no reason" for each in sorted(pages - {r.page for r in reasons.values()})]
+    if matrix(kept_results(), reasons) != (PAGES / "matrix.md").read_text():
+        wrong.append("matrix.md does not have the results of results.json")
+    return wrong
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only compare reasons and pages")
+    parser.add_argument("--check", action="store_true", help="only compare, and write nothing")
     given = parser.parse_args(arguments)
     reasons = findings()
     linux = PAGES / "linux"
     if given.check:
-        pages = {path.stem for path in linux.glob("*.md")} - {"index"}
-        unknown = sorted(pages - {each.page for each in reasons.values()})
-        print(*(f"{page}: no reason" for page in unknown), sep="\n", end="\n" if unknown else "")
-        return int(bool(unknown))
-    found = list(columns())
+        wrong = checked(reasons)
+        print(*wrong, sep="\n", end="\n" if wrong else "")
+        return int(bool(wrong))
+    new = list(reports())
+    found = merged(kept_results(), (each.column() for each in new))
     linux.mkdir(parents=True, exist_ok=True)
     kernels = [column for column in found if column.name.startswith("Linux")]
-    failed = dict.fromkeys(
-        name
-        for column in kernels
-        for name, each in column.checks.items()
-        if each["verdict"] == "fail"
-    )
+    failed = sorted({name for column in kernels for name in column.others("fail")})
     missing = [name for name in failed if name not in reasons]
     print(*(f"no reason: {name}" for name in missing), sep="\n", end="\n" if missing else "")
-    known = [reasons[name] for name in sorted(failed) if name in reasons]
+    known = [reasons[name] for name in failed if name in reasons]
     for each in known:
-        where = [
-            column for column in kernels if column.checks.get(each.id, {}).get("verdict") == "fail"
-        ]
-        (linux / f"{each.page}.md").write_text(linux_page(each, where))
-        capture = base64.b64decode(where[0].checks[each.id]["capture"])
-        (linux / f"{each.page}.pcapng").write_bytes(capture)
+        newest = next(
+            (
+                report.checks[each.id]
+                for report in new
+                if report.name.startswith("Linux")
+                and report.checks.get(each.id, {}).get("verdict") == "fail"
+            ),
+            None,
+        )
+        page = linux / f"{each.page}.md"
+        before = page.read_text() if page.exists() else ""
+        page.write_text(linux_page(each, kernels, newest, before))
+        if newest is not None:
+            capture = base64.b64decode(newest["capture"])
+            page.with_suffix(".pcapng").write_bytes(capture)
+    for path in linux.glob("*-*.*"):
+        if path.stem not in {each.page for each in known}:
+            path.unlink()
     (linux / "index.md").write_text(linux_index(known))
+    RESULTS.write_text(in_json(found))
     (PAGES / "matrix.md").write_text(matrix(found, reasons))
     return int(bool(missing))
 

@@ -31,7 +31,7 @@ from smc_conform.messages import (
 from smc_conform.trace import Trace
 from smc_conform.waits import Waits, Watched
 from trio_smc.rnic.memory import Memory
-from trio_smc.rnic.verbs import Completion, RnicError, WcOpcode, WcStatus
+from trio_smc.rnic.verbs import Completion, QueueFull, RnicError, WcOpcode, WcStatus
 
 __all__ = ["ELEMENTS", "ELEMENT_SIZE", "Ends", "Group", "Link", "LinkUser", "Region", "own_pair"]
 
@@ -44,6 +44,7 @@ _LONG_RECEIVE: Final = 4352
 """Bytes of a receive buffer in version 2, whose longest message has 4,152."""
 _SHORTEST: Final = 44
 _REPLY: Final = 0x80
+_CONFIRMED: Final = ("link", "rkey", "address")
 _PAIR: Final = ("reference_rkey", "new_rkey", "new_address")
 
 
@@ -128,11 +129,18 @@ class Link(Watched):
         self.qp.to_rts(psn=self.psn)
 
     def send(self, raw: bytes) -> None:
-        """Send a message."""
+        """Send a message.
+
+        Raises QueueFull: a check that sends many messages waits for room before (`Peer.room`).
+        """
         self.group.trace.message(self, True, raw)
-        with contextlib.suppress(RnicError):  # `failed` shows why
+        try:
             self.qp.post_send(1, raw)
-            self.posted += 1
+        except QueueFull:
+            raise
+        except RnicError:  # `failed` shows why
+            return
+        self.posted += 1
 
     def send_llc(self, layout: Layout, tail: bytes = b"", /, **values: int | bytes) -> bytes:
         """Send an LLC message with these values (`Group.pack_llc`); returns its bytes."""
@@ -141,11 +149,15 @@ class Link(Watched):
         return raw
 
     def write(self, data: bytes, address: int, rkey: int) -> None:
-        """Write into the memory of the implementation."""
+        """Write into the memory of the implementation.  Raises QueueFull, as `send` does."""
         self.group.trace.write(self, address, rkey, data)
-        with contextlib.suppress(RnicError):
+        try:
             self.qp.post_write(2, memoryview(data), None, address, rkey, signaled=True)
-            self.posted += 1
+        except QueueFull:
+            raise
+        except RnicError:
+            return
+        self.posted += 1
 
     @contextlib.contextmanager
     def new_region(self) -> Iterator[Region]:
@@ -293,6 +305,14 @@ class Group:
                 if known.get(old.number, (0, 0))[0] == reference:
                     known[new.number] = rkey, address
 
+    def _learn_rmb(self, link: Link, message: Message) -> None:
+        """Note the implementation's RTokens of an RMB that CONFIRM RKEY announces."""
+        tokens = {link.number: (message.rkey, message.address)}
+        for place in range(1, 1 + min(message.other_tokens, 2)):
+            number, *token = (getattr(message, f"{name}_{place}") for name in _CONFIRMED)
+            tokens[number] = (token[0], token[1])
+        self.peer_tokens.append(tokens)
+
     def take_element(self) -> int:
         """The index of an element that no connection has used."""
         self._used += 1
@@ -313,6 +333,8 @@ class Group:
                 connection.receive(link, message)
             return
         layout = message.layout
+        if layout is CONFIRM_RKEY and not message.reply:
+            self._learn_rmb(link, message)
         if layout is not None and layout in self.auto and not message.reply:
             link.answered.append(message)
             self._answer(link, message)
@@ -390,8 +412,11 @@ class Group:
         self._closed = True
         for link in self.links.values():
             if not link.failed and link.peer is not None:
-                # A RoCE port does not notice at once that a queue pair has ended.
-                link.send_llc(DELETE_LINK, all_links=1, orderly=1, reason=0x00030000)
+                # A RoCE port does not notice at once that a queue pair has ended.  Over one link:
+                # Linux may crash by a message on a link that another message has just ended.
+                with contextlib.suppress(QueueFull):
+                    link.send_llc(DELETE_LINK, all_links=1, orderly=1, reason=0x00030000)
+                break
         for link in self.links.values():
             link.close()
         for memory in (self.memory, *self.spare):

@@ -56,6 +56,8 @@ from trio_smc.host.addresses import interface_prefixes
 __all__ = ["Handshake", "Peer", "Phase", "proposal"]
 
 _SERVER: Final = Role.SERVER
+_OUTSTANDING: Final = 128
+"""Messages at a time; a queue pair of a RoCE port takes 256."""
 _RELEASE: Final = 1
 _MAX_CONNECTIONS: Final = 255
 _MAX_LINKS: Final = 2
@@ -178,8 +180,9 @@ class Handshake:
 
     def credentials(self) -> dict[str, Any]:
         """The fields of the suite's SMC Accept or SMC Confirm."""
-        group, link, connection = self.group, self.link, self.connection
+        group, connection = self.group, self.connection
         assert group is not None
+        link = connection.link
         fields = {
             **link.own,
             "peer_id": group.peer_id,
@@ -606,6 +609,13 @@ class Peer:
         if back != data:
             raise Failed(f"the echo over TCP is {back[:40]!r} instead of {data[:40]!r}")
 
+    async def room(self, link: Link) -> None:
+        """Wait until the queue pair can take more messages, or has failed."""
+        await self.until(
+            lambda: bool(link.failed) or link.posted - link.completed < _OUTSTANDING,
+            "the completion of earlier messages",
+        )
+
     async def ping(self, link: Link) -> Message:
         """Send TEST LINK and wait for the reply.
 
@@ -636,6 +646,19 @@ class Peer:
                 link.send_llc(TEST_LINK)
         await self.until(over, "the end of the link")
 
+    async def answer_or_end(self, link: Link) -> bool:
+        """Wait for an LLC message or the end of the link; returns True if it has ended.
+
+        On RoCE a queue pair that the implementation has ended shows in the end of the TCP
+        connections, if all that the suite has sent was acknowledged before.
+        """
+
+        def over() -> bool:
+            return bool(link.failed) or any(tcp.end is not None for tcp in self._tcps)
+
+        await self.until(lambda: bool(link.inbox) or over(), "an answer or the end of the link")
+        return over()
+
     # --- connections -----------------------------------------------------------------------------
 
     async def dial(self, port: int = 0) -> Tcp:
@@ -664,8 +687,9 @@ class Peer:
         return group
 
     def offer(self, handshake: Handshake) -> dict[str, Any]:
-        """The fields of SMC Proposal."""
-        rnic = self.session.devices[0].rnic
+        """The fields of SMC Proposal; in a group it names the RNIC of a link that works."""
+        group = handshake.group
+        rnic = self.session.devices[0].rnic if group is None else group.link.rnic
         fields: dict[str, Any] = {"peer_id": handshake.peer_id, "gid": rnic.gid, "mac": rnic.mac}
         networks = interface_prefixes(handshake.tcp.local)
         if ipaddress.ip_address(handshake.tcp.local.partition("%")[0]).version == 4:

@@ -41,6 +41,16 @@ def validation(connection: Connection, link: Link, sequence: int) -> None:
     connection.sequence = last
 
 
+async def lose(peer: Peer, link: Link) -> None:
+    """Let the link fail, once the implementation has what was sent over it.
+
+    The validation names the last completed message (4.6.1), and one that the queue pair still has
+    is lost with it.
+    """
+    await peer.until(lambda: link.completed >= link.posted, "the completion of all messages")
+    link.fail()
+
+
 # --- the second link -----------------------------------------------------------------------------
 
 
@@ -119,7 +129,7 @@ async def confirm_rkey_without_a_link(peer: Peer) -> None:
 async def connection_continues(peer: Peer) -> None:
     connection, first, second = await two_links(peer)
     last = connection.sequence
-    first.fail()
+    await lose(peer, first)
     validation(connection, second, last)
     await connection.echo(b"over the other link")
 
@@ -128,7 +138,7 @@ async def connection_continues(peer: Peer) -> None:
 async def validation_comes_first(peer: Peer) -> None:
     connection, first, second = await two_links(peer)
     before = len(connection.messages)
-    first.fail()
+    await lose(peer, first)
     validation(connection, second, connection.sequence)
     await connection.echo(b"over the other link")
     message = connection.messages[before]
@@ -144,7 +154,7 @@ async def validation_number(peer: Peer) -> None:
     await peer.ping(first)
     last = connection.last.sequence
     before = len(connection.messages)
-    first.fail()
+    await lose(peer, first)
     validation(connection, second, connection.sequence)
     await connection.echo(b"over the other link")
     message = connection.messages[before]
@@ -156,7 +166,7 @@ async def validation_number(peer: Peer) -> None:
 async def numbers_continue(peer: Peer) -> None:
     connection, first, second = await two_links(peer)
     last = connection.last.sequence
-    first.fail()
+    await lose(peer, first)
     validation(connection, second, connection.sequence)
     await connection.echo(b"over the other link")
     if connection.last.sequence <= last:
@@ -178,7 +188,7 @@ async def good_validation(peer: Peer) -> None:
 async def bad_validation(peer: Peer) -> None:
     connection, first, second = await two_links(peer)
     last = connection.sequence
-    first.fail()
+    await lose(peer, first)
     validation(connection, second, last + 3)
     await peer.ended(connection.tcp, "RST")
 
@@ -204,7 +214,7 @@ async def data_under_way(peer: Peer) -> None:
     connection.write(data)
     await peer.until(lambda: first.completed >= first.posted, "the completion", connection)
     last = connection.sequence
-    first.fail()
+    await lose(peer, first)
     validation(connection, second, last)
     back = await connection.read(len(data))
     if back != data:
@@ -218,7 +228,7 @@ async def replay_is_not_read_twice(peer: Peer) -> None:
     await connection.echo(b"once")
     last = connection.sequence
     place = connection.produced
-    first.fail()
+    await lose(peer, first)
     validation(connection, second, last - 1)
     connection.produced = place - 4
     connection.put(b"once")
@@ -232,7 +242,7 @@ async def replay_is_not_read_twice(peer: Peer) -> None:
 async def delete_link_follows(peer: Peer) -> None:
     _, first, second = await two_links(peer)
     second.group.auto.discard(DELETE_LINK)
-    first.fail()
+    await lose(peer, first)
     request = await peer.llc(second, DELETE_LINK, patience=peer.session.options.timers)
     if request.link_number != first.number or request.all_links:
         raise Failed(f"the message is {request} instead of one for link {first.number}")
@@ -298,7 +308,7 @@ async def further_connection(peer: Peer) -> None:
 async def further_connection_after_a_loss(peer: Peer) -> None:
     connection, first, second = await two_links(peer)
     last = connection.sequence
-    first.fail()
+    await lose(peer, first)
     validation(connection, second, last)
     await connection.echo(b"moved")
     other = await peer.connect(group=connection.group)

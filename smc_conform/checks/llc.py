@@ -147,8 +147,7 @@ async def unasked_test_link_reply(peer: Peer) -> None:
     connection, link = await established(peer)
     link.send_llc(TEST_LINK, reply=1, user_data=b"nothing asked for")
     link.send_llc(TEST_LINK, user_data=b"0123456789abcdef")
-    await peer.until(lambda: bool(link.inbox or link.failed), "an answer or the end of the link")
-    if not link.failed:
+    if not await peer.answer_or_end(link):
         link.inbox.clear()
         await goes_on(peer, connection)
         raise Differs("the implementation ignores it")
@@ -192,8 +191,7 @@ async def undefined_type(peer: Peer) -> None:
     connection, link = await established(peer)
     link.send_llc(TEST_LINK, type=0x47)
     link.send_llc(TEST_LINK, user_data=bytes(16))
-    await peer.until(lambda: bool(link.inbox or link.failed), "an answer or the end of the link")
-    if not link.failed:
+    if not await peer.answer_or_end(link):
         link.inbox.clear()
         await goes_on(peer, connection)
         raise Differs("the implementation ignores it; the RFC does not define these bits")
@@ -395,8 +393,7 @@ async def delete_rkey_twice(peer: Peer) -> None:
 async def delete_too_many(peer: Peer) -> None:
     _, link = await established(peer)
     link.send_llc(DELETE_RKEY, count=9, rkey_1=1)
-    await peer.until(lambda: bool(link.inbox or link.failed), "an answer or the end of the link")
-    if not link.failed:
+    if not await peer.answer_or_end(link):
         raise Differs("the implementation answers it")
 
 
@@ -450,8 +447,7 @@ async def add_link_with_a_used_number(peer: Peer) -> None:
     link.send_llc(
         ADD_LINK, gid=rnic.gid, mac=rnic.mac, qp_number=0x4711, link_number=link.number, qp_mtu=5
     )
-    await peer.until(lambda: bool(link.inbox or link.failed), "an answer or the end of the link")
-    if not link.failed:
+    if not await peer.answer_or_end(link):
         raise Differs(f"the answer is {link.inbox[0]}")
 
 

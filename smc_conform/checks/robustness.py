@@ -241,6 +241,7 @@ async def noise_in_clc(peer: Peer) -> None:
 async def flood_of_tests(peer: Peer) -> None:
     connection = await peer.connect()
     for _ in range(500):
+        await peer.room(connection.link)
         connection.link.send_llc(TEST_LINK)
     await peer.until(
         lambda: bool(connection.link.failed) or len(connection.link.inbox) >= 500,
@@ -252,6 +253,7 @@ async def flood_of_tests(peer: Peer) -> None:
 async def flood_of_cdc(peer: Peer) -> None:
     connection = await peer.connect()
     for _ in range(1000):
+        await peer.room(connection.link)
         connection.send_cdc()
     await connection.echo(b"data")
 

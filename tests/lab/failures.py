@@ -29,12 +29,13 @@ _CAUSES: Final = re.compile(
 _CRASH: Final = re.compile(
     r"kernel BUG at|Kernel panic|Oops:|general protection fault"
     r"|INFO: task \S+ blocked for more than \d+ seconds"
+    r"|kernel log: "
 )
 
 
 def kernel_crash(done: Finished) -> str | None:
-    """The line in which a guest's kernel reports that it has crashed, or that a task of its own
-    waits for ever; None: neither."""
+    """The line in which a guest's kernel reports that it has crashed, has found a fault of its own,
+    or that a task of its own waits for ever; None: none of these."""
     return next((line for line in done.output.splitlines() if _CRASH.search(line)), None)
 
 

@@ -38,6 +38,10 @@ cd "$REPOSITORY"
 echo 'lab: up'
 setsid bash /lab/commands < /dev/null 2>&1
 echo $? > /lab/status
+mkdir -p /lab/keep
+dmesg > "/lab/keep/dmesg-$NAME"
+# Warnings with a stack have a level that the console does not show.
+dmesg | grep -E 'WARNING: |BUG: |Oops|refcount_t' | sed 's/^/kernel log: /'
 dmesg --level=emerg,alert,crit,err | tail -n 20 | sed 's/^/kernel: /'
 sync
 echo b > /proc/sysrq-trigger # at once; an orderly end waits seconds for soft-RoCE

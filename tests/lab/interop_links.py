@@ -11,6 +11,7 @@ import trio
 
 from tests.lab.interop_streams import MIB, file_digest, transfer
 from tests.lab.interop_world import Both, Seen, World, until
+from tests.lab.routing import second_interface
 from tests.timing import PATIENCE
 from trio_smc import LinkGroupKind, SmcStream, VerbsRnic
 
@@ -19,12 +20,6 @@ __all__ = ["asymmetric", "big_file", "link_down", "survive", "symmetric", "test_
 BIG = 64 * MIB
 FEW = 16 * MIB
 ADD_LINK, DELETE_LINK, TEST_LINK = 2, 4, 7
-# A second interface on the wire of eth0, so that one RNIC reaches two of the other side.
-SECOND = (
-    "sysctl -q -w net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2;"
-    "ip link add link eth0 name mac0 type macvlan mode bridge;"
-    "ip addr add 10.9.0.{}/24 dev mac0; ip link set mac0 up; rxe 1 mac0"
-)
 UNDO = "rdma link delete rxe1; ip link delete mac0"
 THIRD = "rxe 1 eth1"
 
@@ -43,7 +38,7 @@ async def here(command: str) -> None:
 
 async def asymmetric(world: World) -> None:
     """One side has two RNICs, the other one has one: first the kernel has two, then trio_smc."""
-    await world.kernel.call("shell", command=SECOND.format(12))
+    await world.kernel.call("shell", command=second_interface(12))
     try:
         for role, connect in world.both_ways():
             async with world.stack() as (stack, _):
@@ -53,7 +48,7 @@ async def asymmetric(world: World) -> None:
                 world.log(f"{role}: asymmetric, two RNICs at the kernel")
     finally:
         await world.kernel.call("shell", command=UNDO)
-    await here(SECOND.format(11))
+    await here(second_interface(11))
     try:
         for role, connect in world.both_ways():
             async with world.stack(**two()) as (stack, _):

@@ -11,7 +11,7 @@ from typing import Any
 import trio
 
 from tests.lab import routing, smc_netlink
-from tests.lab.interop_links import FEW, SECOND, UNDO, expect_kind, here, newest_links, survive, two
+from tests.lab.interop_links import FEW, UNDO, expect_kind, here, newest_links, survive, two
 from tests.lab.interop_streams import MIB, file_digest, transfer
 from tests.lab.interop_world import Both, Seen, World, proposes_smc_d, until
 from tests.timing import PATIENCE
@@ -187,8 +187,8 @@ async def release_0(world: World) -> None:
 
 async def symmetric(world: World) -> None:
     """Two RNICs at both ends; two connections, and data on both."""
-    await world.kernel.call("shell", command=SECOND.format(12))
-    await here(SECOND.format(11))
+    await world.kernel.call("shell", command=routing.second_interface(12))
+    await here(routing.second_interface(11))
     try:
         for role, connect in world.both_ways():
             async with world.stack(**two()) as (stack, seen):
@@ -209,8 +209,8 @@ async def symmetric(world: World) -> None:
 
 async def request_add_link(world: World) -> None:
     """The client's second RNIC appears later; first the client is trio_smc, then the kernel."""
-    await world.kernel.call("shell", command=SECOND.format(12))
-    await here(SECOND.format(11))
+    await world.kernel.call("shell", command=routing.second_interface(12))
+    await here(routing.second_interface(11))
     try:
         async with world.stack(**two()) as (stack, seen):
             rnics = stack.runtime.rnic_set

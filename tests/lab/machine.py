@@ -239,6 +239,7 @@ class _Guest:
         shutil.copy(REPOSITORY / "tests" / "lab" / "init.sh", self.share)
 
     def start(self, console: _Console, *, wired: bool = False) -> None:
+        words = self.kernel / setup.BOOT
         command = [
             "qemu-system-x86_64", "-M", "q35", "-accel",
             os.environ.get("TRIO_SMC_LAB_ACCEL", "tcg,thread=multi"), "-cpu", CPU,
@@ -246,7 +247,7 @@ class _Guest:
             "-no-reboot", "-display", "none", "-serial", "stdio", "-device", "virtio-rng-pci",
             "-monitor", f"unix:{self.place}/{self.name}.monitor,server=on,wait=off",
             "-kernel", str(self.kernel / "vmlinuz"), "-initrd", str(self.kernel / "initrd.gz"),
-            "-append", BOOT,
+            "-append", f"{BOOT} {words.read_text() if words.exists() else ''}",
             *_share("host", Path("/"), "readonly=on"), *_share("run", self.share),
         ]  # fmt: skip
         if wired:

@@ -1,4 +1,6 @@
-"""Shell commands that put a router between two guests: a network namespace of one of them.
+"""Shell commands that change the network of guests: a router between two, a second interface.
+
+A router is a network namespace of one of them.
 
 The router has the guest's end of a wire, and the guest itself an interface behind it: one macvlan
 of a dummy for each, which see each other.  They need the modules dummy and macvlan.
@@ -6,7 +8,7 @@ of a dummy for each, which see each other.  They need the modules dummy and macv
 
 from __future__ import annotations
 
-__all__ = ["address", "behind_router", "below", "route_to", "undo"]
+__all__ = ["address", "behind_router", "below", "route_to", "second_interface", "undo"]
 
 
 def address(wire: int) -> str:
@@ -55,3 +57,13 @@ def undo(wire: int, *, number: int) -> str:
 def route_to(wire: int, *, number: int, verb: str = "replace") -> str:
     """In the other guest: the way to what is behind the router in guest ``number``."""
     return f"ip route {verb} 10.9.{7 + wire}.0/24 via 10.9.{wire}.{number}"
+
+
+def second_interface(number: int | str) -> str:
+    """mac0 with the address 10.9.0.NUMBER and RoCE port rxe1, on the wire of eth0: one RNIC of the
+    other guest reaches it and eth0.  It needs the module macvlan."""
+    return (
+        "sysctl -q -w net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2;"
+        "ip link add link eth0 name mac0 type macvlan mode bridge;"
+        f"ip addr add 10.9.0.{number}/24 dev mac0; ip link set mac0 up; rxe 1 mac0"
+    )

@@ -2,7 +2,7 @@
 
 By hand: ``python -m tests.lab.runner verbs [SEED]``, ``contract [SEED [ROOT]]`` (its first part),
 ``streams``, ``ours``, ``hostile``, ``overcommit [STEP]``, ``speed [profile]``, ``ways``,
-``loopback``, ``conform ours|kernel server|client 1|2 PART [OPTION...]`` or
+``loopback``, ``conform ours|kernel server|client 1|2 PART|CHECK,... [OPTION...]`` or
 ``kernel SUITE [STEP...]``; the last three also with another kernel of `tests.lab.setup`:
 ``--kernel 6.17 kernel v2``, ``--kernel DIRECTORY loopback``.
 """
@@ -16,16 +16,18 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.machines import this_machine
 from examples import demo
 from tests.lab.machine import ARTEFACTS, Finished, run_guest, run_pair
-from tests.lab.setup import DEFAULT, STOCK
+from tests.lab.routing import second_interface
+from tests.lab.setup import DEFAULT, KERNELS, STOCK
 
 __all__ = [
-    "PARTS", "SHARE", "conform", "contract", "hostile", "loopback", "ours", "overcommit",
-    "reports_of", "speed", "streams", "verbs", "ways", "with_kernel",
+    "CONFORM_TIME", "PARTS", "SHARE", "conform", "contract", "hostile", "loopback", "ours",
+    "overcommit", "parts_of", "reports_of", "speed", "streams", "verbs", "ways", "with_kernel",
 ]  # fmt: skip
 
 PYTHON = "/usr/bin/python3"
@@ -195,12 +197,22 @@ def with_kernel(suite: str, *steps: str, kernel: str = DEFAULT) -> Finished:
 
 
 PARTS = {
-    "handshakes": ("clc/*", "contact/*", "version2/*"),
+    "handshakes": ("clc/*", "contact/*"),
+    "version2": ("version2/*",),
     "links": ("llc/*", "isolation/*"),
     "data": ("data/*", "endings/*"),
     "robustness": ("robustness/*",),
-}
-"""Parts of the conformance suite, so that each run of guests ends within nine minutes."""
+    # With two RNICs on the suite's side, and on that of the kernel.
+    "failover": (
+        "failover/[235AC]*", "failover/4.6-*", "failover/4.6.1-[1-35-9]", "failover/4.6.2-*",
+        "failover/4.8*", "version2/v2.7-2", "version2/v2.10-*",
+    ),
+    # Linux crashes, so this check has guests of its own.
+    "validation": ("failover/4.6.1-4",),
+}  # fmt: skip
+"""Parts of the conformance suite, so that most runs of guests end within five minutes."""
+CONFORM_TIME = 1080
+"""Seconds for a part; with the kernel as client it takes the longest, with one check at a time."""
 SHARE = "share"
 """The part of `SHARES`."""
 SHARES = {
@@ -219,6 +231,11 @@ SHARES = {
 """Checks of each subject, by version, that a plain ``make interop`` has time for."""
 
 
+def parts_of(version: int) -> Iterator[str]:
+    """The parts that have checks of this version."""
+    return (part for part in PARTS if version > 1 or part != "version2")
+
+
 def conform(
     target: str, role: str, version: int, part: str, *options: str, kernel: str = DEFAULT
 ) -> Finished:
@@ -226,40 +243,54 @@ def conform(
 
     Args:
       role: of the implementation under test: "server" or "client".
-      part: of `PARTS`, or `SHARE`.
+      part: of `PARTS`, or `SHARE`, or patterns of checks with commas between them.
       options: for the suite.
       kernel: of both guests.
     """
-    patterns = SHARES[version] if part == SHARE else PARTS[part]
+    patterns = SHARES[version] if part == SHARE else PARTS.get(part, part.split(","))
     only = [word for pattern in patterns for word in ("--only", pattern)]
+    two = part.startswith(("failover", "validation"))
+    given = ["--rnic", "rxe0", *(("--rnic", "rxe1") if two else ())]
+    second = ""
+    if two:
+        # Linux does not move a connection to another link of the same RNIC, so it has two as well.
+        where = "" if target == "kernel" else "[ $ROLE = server ] && "
+        second = f"modules macvlan; {where}{{ {second_interface('1$NUMBER')}; }}\n"
+    load = ""
+    if target == "kernel":
+        given.append("--tcp-option")
+        load = _kernel_of_version(version) + IDLE_LINKS
+        if two and version > 1 and kernel in KERNELS and KERNELS[kernel].module_is_built:
+            load = RETRIES + IDLE_LINKS  # otherwise soft-RoCE never gives a message up
+    if target == "ours" or not two:
+        given += ["--provides", "one-rnic"]
     commands = (
-        f"rxe 0 eth0\n{_kernel_of_version(version) + IDLE_LINKS if target == 'kernel' else ''}"
+        f"rxe 0 eth0\n{second}{load}"
         f"exec {PYTHON} -m tests.lab.guest_conform $ROLE {target} {role} {version}"
-        f" --rnic rxe0{' --tcp-option' if target == 'kernel' else ''}"
-        f" {' '.join(map(shlex.quote, [*only, *options]))}\n"
+        f" {' '.join(map(shlex.quote, [*given, *only, *options]))}\n"
     )
     return run_pair(
-        reports_of(target, role, version, part, kernel), commands, seconds=540, hostile=True,
+        reports_of(target, role, version, part, kernel), commands, seconds=CONFORM_TIME,
+        hostile=True,
         kernel=kernel,
     )  # fmt: skip
 
 
+RETRIES = "echo 3 > /sys/module/smc/parameters/lab_retries\n"
 IDLE_LINKS = "sysctl -q -w net.smc.smcr_testlink_time=4\n"
 """Linux tests idle links every 30 seconds otherwise, which is longer than a check waits."""
 
 
 def reports_of(target: str, role: str, version: int, part: str, kernel: str = DEFAULT) -> str:
     """The name of the directory with the reports of `conform`."""
-    return f"conform-{Path(kernel).name if target == 'kernel' else target}-v{version}-{role}-{part}"
+    name = re.sub(r"[^\w.]+", "-", part)[:60]
+    return f"conform-{Path(kernel).name if target == 'kernel' else target}-v{version}-{role}-{name}"
 
 
 def _kernel_of_version(version: int) -> str:
     """Shell commands that let the kernel's AF_SMC speak this version over soft-RoCE."""
     if version == 1:
-        return (
-            "echo 1 > /sys/module/smc/parameters/lab_gids\n"
-            "echo 3 > /sys/module/smc/parameters/lab_retries\n"
-        )
+        return f"echo 1 > /sys/module/smc/parameters/lab_gids\n{RETRIES}"
     return (
         f"rmmod smc_diag smc && insmod $KERNEL/{STOCK}/smc.ko"
         f" && insmod $KERNEL/{STOCK}/smc_diag.ko || exit 1\n"

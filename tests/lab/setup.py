@@ -18,8 +18,14 @@ SMC-R version 2 is tried with Debian's own module, which is kept beside it (`STO
 
 `KERNELS` has the kernels by name.  A kernel that this host's Debian does not offer comes from
 another release, by an apt directory of its own (`foreign_apt`): neither the sources nor the
-packages of this host are changed.  Such a kernel is not built, so it is tried with its own module,
-in version 2.
+packages of this host are changed.  6.17 is not built, so it is tried with its own module, in
+version 2.
+
+7.3 is built from Debian's package of its source (`build_kernel`), because Debian's binaries have no
+SMC: from 6.18 on it needs CONFIG_DIBS, and without CONFIG_SMC the kernel itself lacks the TCP
+option.  `guest-kernel.config` says what is in it.  The compiler is that of Debian's release with
+this kernel, unpacked into the cache (`unpack_compiler`).  This takes 3 GB and twenty minutes of
+processor time; later runs compile what has changed.
 """
 
 from __future__ import annotations
@@ -48,11 +54,15 @@ class KernelSource(NamedTuple):
       series: of Debian's packages.
       suites: Debian's releases that have it; none: this host's.
       module_is_built: net/smc is built again, so that it speaks version 1 over soft-RoCE.
+      is_built: the whole kernel is built, from Debian's package of its source.
+      boot: words for its command line.
     """
 
     series: str
     suites: tuple[str, ...] = ()
     module_is_built: bool = False
+    is_built: bool = False
+    boot: str = ""
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -63,8 +73,14 @@ class KernelSource(NamedTuple):
 KERNELS: Final = {
     "6.12": KernelSource("6.12", module_is_built=True),
     "6.17": KernelSource("6.17", ("trixie-backports",)),
-}
-"""By name.  From 6.18 on Debian's kernels have no SMC, because CONFIG_DIBS is not set."""
+    # The guests' processor has no cmpxchg16b (`tests.lab.machine`), without which this kernel's
+    # BPF programs get memory from caches with debugging only, and the TCP option needs one.
+    "7.3": KernelSource(
+        "7.3", ("trixie-backports",), module_is_built=True, is_built=True,
+        boot="slab_debug=F,kmalloc-*",
+    ),
+}  # fmt: skip
+"""By name.  From 6.18 on Debian's binary kernels have no SMC, because CONFIG_DIBS is not set."""
 DEFAULT: Final = "6.12"
 COMPILER: Final = "gcc-12"
 """The compiler of Debian's kernel packages of this release, which depend on it."""
@@ -82,6 +98,19 @@ PACKAGES: Final = {
     "tshark": ("tshark",),
 }
 """Required files and programs, and the packages that have them."""
+COMPILER_RELEASE: Final = "trixie"
+"""The release of Debian whose compiler builds a kernel."""
+COMPILER_VERSION: Final = "14"
+COMPILER_PACKAGES: Final = (
+    "base-files", "libc-bin", "bash", "coreutils", "sed", "grep", "gawk", "mawk", "findutils",
+    "make", f"gcc-{COMPILER_VERSION}", "libc6-dev", "bc", "kmod", "binutils", "libelf-dev",
+    "libssl-dev", "zlib1g-dev", "pahole", "perl", "diffutils", "xz-utils", "gzip", "bzip2", "tar",
+    "flex", "bison", "m4", "python3-minimal", "python3", "rsync", "cpio", "patch", "debianutils",
+    "util-linux", "file",
+)  # fmt: skip
+KERNEL_CONFIG: Final = "guest-kernel.config"
+BOOT: Final = "boot"
+"""A file of a kernel's directory: words for its command line."""
 FOR_BOOT: Final = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_net", "virtio_rng")
 MODULES: Final = (
     *FOR_BOOT, "crc32_generic", "crc32_pclmul", "crc32c_generic", "rdma_rxe", "ib_uverbs", "smc",
@@ -125,7 +154,7 @@ def locked() -> Iterator[None]:
 def make(name: str = DEFAULT) -> Path:
     """Return the directory of a kernel, made now unless it is there.  The caller holds the lock.
 
-    It has vmlinuz, initrd.gz, lib/modules/VERSION, version, and `PROGRAMS`.
+    It has vmlinuz, initrd.gz, lib/modules/VERSION, version, `BOOT`, and `PROGRAMS`.
 
     Raises LabError.
     """
@@ -139,7 +168,7 @@ def make(name: str = DEFAULT) -> Path:
     cache = cache_directory()
     place = cache / ("kernel" if name == DEFAULT else f"kernel-{name}")
     stamp = place / "made-by"
-    inputs = (Path(__file__), _HERE / "early-init.sh", *map(_HERE.joinpath, PROGRAMS))
+    inputs = (Path(__file__), *map(_HERE.joinpath, ("early-init.sh", KERNEL_CONFIG, *PROGRAMS)))
     mark = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()
     install_packages()
     if stamp.exists() and stamp.read_text() == mark:
@@ -147,13 +176,19 @@ def make(name: str = DEFAULT) -> Path:
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as directory:
         work = Path(directory)
         apt = foreign_apt(cache, source.suites) if source.suites else Apt()
-        made = lay_out_kernel(apt, cache, work, source)
-        if source.module_is_built:
+        if source.is_built:
+            made = build_kernel(apt, cache, work, source)
+        else:
+            made = lay_out_kernel(apt, cache, work, source)
+        if source.module_is_built and not source.is_built:
             build_smc(apt, cache, work, made, source)
+        elif source.is_built:
+            rebuild_smc(cache, made, source)
         else:
             keep_stock(made)
         make_initrd(work, made)
         build_programs(made)
+        (made / BOOT).write_text(source.boot)
         (made / "made-by").write_text(mark)
         shutil.rmtree(place, ignore_errors=True)
         made.rename(place)
@@ -297,8 +332,118 @@ def listed_release(apt: Apt, series: str) -> str | None:
     return max(releases, key=lambda each: [int(number) for number in re.findall(r"\d+", each)])
 
 
+def build_kernel(apt: Apt, cache: Path, work: Path, kernel: KernelSource) -> Path:
+    """Build the kernel from Debian's package of its source; the tree stays in the cache."""
+    tree = tree_of(cache, kernel)
+    if not (tree / "Makefile").exists():
+        name = f"linux-source-{kernel.series}"
+        unpack(fetch(apt, cache, name), work / "package")
+        new = work / "tree"
+        new.mkdir()
+        archive = work / "package" / "usr" / "src" / f"{name}.tar.xz"
+        run("tar", "xf", archive, "-C", new, "--strip-components=1")
+        shutil.rmtree(tree, ignore_errors=True)
+        new.rename(tree)
+    wanted = (_HERE / KERNEL_CONFIG).read_text()
+    (tree / KERNEL_CONFIG).write_text(wanted)
+    log(f"building Linux {kernel.series}: twenty minutes of processor time, the first time")
+    in_compiler_root(
+        cache, tree,
+        "make -s ARCH=x86_64 tinyconfig\n"
+        f"scripts/kconfig/merge_config.sh -m .config {KERNEL_CONFIG} > /dev/null\n"
+        "make -s ARCH=x86_64 olddefconfig\n"
+        "make -s ARCH=x86_64 -j$(nproc) bzImage modules\n"
+        "rm -rf out\n"
+        "make -s ARCH=x86_64 INSTALL_MOD_PATH=/work/out INSTALL_MOD_STRIP=1 modules_install\n",
+    )  # fmt: skip
+    taken = (tree / ".config").read_text().splitlines()
+    lost = [line for line in wanted.splitlines() if "CONFIG_" in line and line not in taken]
+    if lost:
+        raise LabError(f"Linux {kernel.series} does not take {', '.join(lost)}")
+    release = (tree / "include" / "config" / "kernel.release").read_text().strip()
+    image = tree / "out"
+    (image / "boot").mkdir()
+    shutil.copy(tree / "arch/x86/boot/bzImage", image / "boot" / f"vmlinuz-{release}")
+    (image / "lib" / "modules" / release / "build").unlink(missing_ok=True)
+    return lay_out(image, release, work, required=set(MODULES) - set(BUILT_IN))
+
+
+def rebuild_smc(cache: Path, made: Path, kernel: KernelSource) -> None:
+    """Build net/smc of a kernel from `build_kernel` once more, as `build_smc` does."""
+    keep_stock(made)
+    tree = tree_of(cache, kernel)
+    edited = tree / "lab-smc"
+    shutil.rmtree(edited, ignore_errors=True)
+    edited.mkdir()
+    for path in (*(tree / "net" / "smc").glob("*.[ch]"), tree / "net" / "smc" / "Makefile"):
+        shutil.copy(path, edited)
+    source = edited / "smc_ib.c"
+    source.write_text(relax(source.read_text()))
+    in_compiler_root(cache, tree, "make -s ARCH=x86_64 -j$(nproc) M=lab-smc modules\n")
+    release = (made / "version").read_text()
+    for name in ("smc.ko", "smc_diag.ko"):
+        place = made / "lib" / "modules" / release / "kernel" / "net" / "smc" / name
+        run("strip", "--strip-debug", "-o", place, edited / name)
+    run("depmod", "-b", made, release)
+
+
+def tree_of(cache: Path, kernel: KernelSource) -> Path:
+    """Where a kernel is built."""
+    return cache / f"tree-{kernel.series}"
+
+
+def unpack_compiler(cache: Path) -> Path:
+    """A root directory with the compiler that builds kernels; nothing is installed on this host."""
+    root = cache / f"root-{COMPILER_RELEASE}"
+    ready = root / ".ready"
+    if ready.exists():
+        return root
+    apt = foreign_apt(cache, (COMPILER_RELEASE,))
+    words = ("install", "-y", "-q", "--no-install-recommends", "--download-only")
+    apt.get(*words, *COMPILER_PACKAGES)
+    shutil.rmtree(root, ignore_errors=True)
+    archives = sorted((cache / f"apt-{COMPILER_RELEASE}" / "cache" / "archives").glob("*.deb"))
+    # base-files has the links of /bin and /lib into /usr.
+    for package in sorted(archives, key=lambda each: not each.name.startswith("base-files_")):
+        unpack(package, root)
+    programs = root / "usr" / "bin"
+    links = {
+        name: f"{name}-{COMPILER_VERSION}"
+        for name in ("gcc", "cpp", "gcc-ar", "gcc-nm", "gcc-ranlib")
+    }
+    for name, target in {**links, "sh": "bash", "awk": "gawk"}.items():
+        (programs / name).unlink(missing_ok=True)
+        (programs / name).symlink_to(target)
+    for name in ("tmp", "proc", "dev", "work"):
+        (root / name).mkdir(exist_ok=True)
+    run("unshare", "--map-root-user", "chroot", root, "/usr/sbin/ldconfig")
+    ready.touch()
+    return root
+
+
+_IN_ROOT: Final = """
+mount --make-rprivate /
+mount --rbind /dev "$0/dev"
+mount --rbind /proc "$0/proc"
+mount --bind "$1" "$0/work"
+exec chroot "$0" /usr/bin/env -i PATH=/usr/sbin:/usr/bin HOME=/tmp LC_ALL=C TERM=dumb \
+    KBUILD_BUILD_USER=lab KBUILD_BUILD_HOST=lab KBUILD_BUILD_VERSION=1 \
+    KBUILD_BUILD_TIMESTAMP=2026-01-01 bash -ec "cd /work; $2"
+"""
+
+
+def in_compiler_root(cache: Path, tree: Path, commands: str) -> None:
+    """Run shell commands in the compiler's root, with ``tree`` there as /work.
+
+    A mount namespace keeps the mounts from this host; it needs no root.
+    """
+    root = unpack_compiler(cache)
+    words = ("unshare", "--map-root-user", "--mount", "bash", "-ec", _IN_ROOT)
+    run(*words, root, tree, commands)
+
+
 def keep_stock(made: Path) -> None:
-    """Debian's own modules of SMC, which are not built again, where the suites look for them."""
+    """The modules of SMC as they come, where the suites look for them."""
     release = (made / "version").read_text()
     stock = made / STOCK
     stock.mkdir()

@@ -11,17 +11,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 import pytest
 
 from scripts.conform import DIFFERS
 from scripts.conform_findings import findings
+from smc_conform.catalogue import all_checks
 from tests.lab import runner, setup
 from tests.lab.failures import describe_failure, kernel_crash
 from tests.lab.machine import ARTEFACTS, Finished
 
 ROLES = ("server", "client")
-OURS = [(version, role, part) for version in (1, 2) for role in ROLES for part in runner.PARTS]
+OURS = [
+    (version, role, part)
+    for version in (1, 2)
+    for role in ROLES
+    for part in runner.parts_of(version)
+]
 
 
 def kernels() -> Iterator[tuple[str, int, str, str]]:
@@ -29,8 +36,10 @@ def kernels() -> Iterator[tuple[str, int, str, str]]:
     for name, source in setup.KERNELS.items():
         for version in source.versions:
             for role in ROLES:
-                for part in runner.PARTS:
-                    yield name, version, role, part
+                for part in runner.parts_of(version):
+                    # With its own module a kernel does not notice that soft-RoCE has lost a link.
+                    if part != "failover" or source.module_is_built:
+                        yield name, version, role, part
 
 
 def verdicts(done: Finished, name: str, role: str) -> dict[str, list[str]]:
@@ -43,6 +52,25 @@ def verdicts(done: Finished, name: str, role: str) -> dict[str, list[str]]:
     return found
 
 
+def test_each_check_is_in_a_part() -> None:
+    """Checks of failover are in one part only: one crashes Linux, and has guests of its own."""
+    for check in all_checks():
+        parts = [
+            part
+            for part, patterns in runner.PARTS.items()
+            if any(fnmatchcase(check.id, pattern) for pattern in patterns)
+        ]
+        assert parts, check.id
+        assert check.area != "failover" or len(parts) == 1, check.id
+    assert runner.PARTS["validation"] == ("failover/4.6.1-4",)
+
+
+def test_reports_of_single_checks_have_a_directory_of_their_own() -> None:
+    name = runner.reports_of("kernel", "server", 1, "clc/C.6-4,clc/A.2-*", "7.3")
+    assert name == "conform-7.3-v1-server-clc-C.6-4-clc-A.2-"
+    assert runner.reports_of("ours", "client", 2, "links") == "conform-ours-v2-client-links"
+
+
 @pytest.mark.lab
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(("version", "role"), [(1, "server"), (2, "client")])
@@ -52,7 +80,7 @@ def test_a_share_with_the_kernel(version: int, role: str) -> None:
 
 @pytest.mark.lab
 @pytest.mark.other_kernel
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(runner.CONFORM_TIME + 160)
 @pytest.mark.parametrize(("version", "role", "part"), OURS)
 def test_ours_over_soft_roce(version: int, role: str, part: str) -> None:
     done = runner.conform("ours", role, version, part)
@@ -65,7 +93,7 @@ def test_ours_over_soft_roce(version: int, role: str, part: str) -> None:
 
 @pytest.mark.lab
 @pytest.mark.other_kernel
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(runner.CONFORM_TIME + 160)
 @pytest.mark.parametrize(("kernel", "version", "role", "part"), list(kernels()))
 def test_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
     judge_the_kernel(kernel, version, role, part)
@@ -74,8 +102,10 @@ def test_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
 def judge_the_kernel(kernel: str, version: int, role: str, part: str) -> None:
     """Run a part of the suite; each failed check must have its reason."""
     done = runner.conform("kernel", role, version, part, kernel=kernel)
-    assert kernel_crash(done) is None, describe_failure(done)
     found = verdicts(done, runner.reports_of("kernel", role, version, part, kernel), role)
     known = findings()
-    assert [name for name in found.get("fail", []) if name not in known] == []
-    assert found["pass"]
+    failed = found.get("fail", [])
+    assert [name for name in failed if name not in known] == []
+    if not any(known[name].crashes for name in failed):
+        assert kernel_crash(done) is None, describe_failure(done)
+        assert found["pass"]

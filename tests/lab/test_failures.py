@@ -50,6 +50,7 @@ def test_a_line_with_the_cause_is_found(line: str) -> None:
     [
         "[b] [  311.7] kernel BUG at mm/usercopy.c:102!",
         "[b] [  363.6] INFO: task kworker/0:8:1000 blocked for more than 120 seconds.",
+        "[b] kernel log: [   41.9] WARNING: CPU: 0 PID: 12 at net/smc/smc_core.c:1193 lgr_free",
     ],
 )
 def test_a_crash_of_a_kernel_is_not_a_failure(crash: str) -> None:

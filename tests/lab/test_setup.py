@@ -139,3 +139,37 @@ def test_a_kernel_newer_than_the_lists_is_found_after_an_update() -> None:
 def test_a_kernel_that_apt_lacks_is_an_error() -> None:
     with pytest.raises(LabError, match=r"no linux-image-6\.12-amd64"):
         kernel_release(ListsOfApt(), "6.12")
+
+
+CONFIG = (Path(setup.__file__).parent / setup.KERNEL_CONFIG).read_text()
+
+
+@pytest.mark.parametrize("lost", ["", "CONFIG_SMC=m\n", "# CONFIG_DIBS_LO is not set\n"])
+def test_a_kernel_without_a_part_of_its_configuration_is_an_error(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = setup.KERNELS["7.3"]
+    tree = setup.tree_of(tmp_path, source)
+    (tree / "include" / "config").mkdir(parents=True)
+    (tree / "include" / "config" / "kernel.release").write_text("7.3.4-lab\n")
+    (tree / "Makefile").touch()
+    (tree / "arch/x86/boot").mkdir(parents=True)
+    (tree / "arch/x86/boot/bzImage").write_text("kernel")
+
+    def build(cache: Path, where: Path, commands: str) -> None:
+        assert (cache, where) == (tmp_path, tree)
+        assert setup.KERNEL_CONFIG in commands
+        assert (tree / setup.KERNEL_CONFIG).read_text() == CONFIG
+        (tree / ".config").write_text(CONFIG.replace(lost, "", 1))
+        (tree / "out/lib/modules/7.3.4-lab").mkdir(parents=True)
+
+    def lay_out(image: Path, release: str, work: Path, required: object) -> Path:
+        assert (image / f"boot/vmlinuz-{release}").read_text() == "kernel"
+        return work / release
+
+    monkeypatch.setattr(setup, "in_compiler_root", build)
+    monkeypatch.setattr(setup, "lay_out", lay_out)
+    expected = pytest.raises(LabError, match=f"does not take {lost.strip()}$")
+    with expected if lost else contextlib.nullcontext():
+        made = setup.build_kernel(Apt(), tmp_path, tmp_path / "work", source)
+        assert made == tmp_path / "work/7.3.4-lab"

@@ -493,6 +493,8 @@ def test_an_address_is_known_if_its_neighbour_is_resolved(
     [
         (route(), True),
         (route(2), True),  # a local address
+        (route(3), None),  # a broadcast address
+        (route(5), None),  # a multicast address
         (route(attributes=GATEWAY), False),
         (route(attributes=VIA), False),
         (OSError(errno.ENETUNREACH, "no route"), None),

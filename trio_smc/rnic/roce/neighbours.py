@@ -33,6 +33,7 @@ __all__ = ["is_direct", "is_known", "resolve"]
 
 
 _UNICAST: Final = 1  # RTN_UNICAST
+_LOCAL: Final = 2  # RTN_LOCAL
 _USABLE: Final = 0x02 | 0x04 | 0x08 | 0x10 | 0x40 | 0x80
 """NUD_REACHABLE, STALE, DELAY, PROBE, NOARP, PERMANENT: the kernel uses such an entry at once."""
 _INCOMPLETE: Final = 0x01
@@ -68,8 +69,8 @@ def is_known(peer: bytes, own: bytes, interface: int) -> bool:
 
 
 def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
-    """True if no gateway is between this peer and our interface; None: there is no route, or no
-    netlink.  The parameters are those of `is_known`."""
+    """True if no gateway is between this peer and our interface; None: there is no route to one
+    host, or no netlink.  The parameters are those of `is_known`."""
     source, destination = _address(own), _address(peer)
     if (":" in source) != (":" in destination):
         return None
@@ -77,8 +78,9 @@ def is_direct(peer: bytes, own: bytes, interface: int) -> bool | None:
     return found[0] if found else None
 
 
-def _has_no_gateway(route: Message) -> bool:
-    return next_hop(route) is None
+def _has_no_gateway(route: Message) -> bool | None:
+    # A route to a broadcast or multicast address leads to no peer.
+    return next_hop(route) is None if route_type(route) in (_UNICAST, _LOCAL) else None
 
 
 def _neighbour_state(hop: str, interface: int) -> int | None:
