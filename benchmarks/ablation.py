@@ -58,7 +58,7 @@ _NO_BUSY_SOLO: Final = Edit("rnic/solo.py", "return reads >= _MIN_READS and", "r
 VARIANTS: Final[dict[str, list[Edit]]] = {
     "nothing": [],
     "no spin": [
-        Edit("rnic/waits.py", "AdaptiveSpin(seconds,", "AdaptiveSpin(0.0,"),
+        Edit("rnic/waits.py", "            seconds, max_failures", "            0.0, max_failures"),
     ],
     "no stretched spin": [
         Edit("rnic/spinner.py", "if self._near_misses == self._waits_to_stretch:", "if False:"),

@@ -1,4 +1,4 @@
-"""What the system refuses costs speed, not the program."""
+"""A call that the system refuses costs speed, not the program."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from tests.reused_numbers import Victim, reusing
-from tests.rnic.contract import End, connect, make_end
+from tests.rnic.contract import End, connect, make_end, needs_rings
 from tests.rnic.pumps import Passes, is_hooked
 from tests.rnic.soft_peer import Peer
 from tests.timing import PATIENCE, SLOWER
@@ -387,6 +387,7 @@ class TestLoop:
             await trio.lowlevel.checkpoint()
             assert calls == [1, 1]
 
+    @needs_rings  # a packet wakes the thread of its RNIC
     async def test_completions_that_wake_no_task_do_not_end_a_sleep(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:
@@ -612,6 +613,7 @@ class TestLoop:
             await trio.sleep(NAP)
             assert spins == []
 
+    @needs_rings  # a packet wakes the thread of its RNIC
     async def test_no_doorbell_rings_for_a_loop_that_the_clock_woke(
         self, rnics: tuple[SoftRnic, SoftRnic], ends: tuple[End, End]
     ) -> None:

@@ -112,4 +112,4 @@ def test_the_commands_print_the_reason(python: Python, environment: dict[str, st
         )
     assert checked.returncode == 1
     assert f"SMC-R is not used: {MESSAGE}.\n" in checked.stdout
-    assert f"  remedy     {REMEDY}\n" in checked.stdout
+    assert f"  remedy     {REMEDY}" in checked.stdout

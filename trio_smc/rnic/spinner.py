@@ -108,7 +108,7 @@ class Crowd:
     Each further long turn doubles their number.
 
     Args:
-      forgiven: long turns that are not judged; infinity: none is, because nobody tells how long
+      forgiven: long turns that are not judged; infinity: none is, because no caller tells how long
         waits sleep.
 
     Attributes:

@@ -9,8 +9,8 @@ requests wait behind it.  So the send queue is normally empty.  `_ready_peer` is
 request can be executed at once (RTS, port up, peer known, queue empty), else None.  `deliver` works
 only in the first case: its return value is the result, so it has no completion.
 
-If the peer ends while a send is executed, nobody knows yet if the peer has taken the message.  The
-send stays in the queue then, as `_published`, until the peer's socket has ended.
+If the peer ends while a send is executed, it is not known yet if the peer has taken it.  The send
+stays in the queue then, as `_published`, until the peer's socket has ended.
 
 An error ends the queue pair as with verbs: the request that failed completes with its status, and
 all later ones with WR_FLUSH_ERR.  All posted receives together have *one* completion with
