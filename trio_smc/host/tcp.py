@@ -44,8 +44,8 @@ if sys.platform == "linux":  # on other systems every connection is TCP and need
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _DISCARDED: Final = 4096
 _MOST_DISCARDED: Final = 16
-"""Reads of this many bytes before a socket is closed.  Chosen: nobody reads at most two CLC
-messages of a peer."""
+"""Reads of this many bytes before a socket is closed.  Chosen: at most two CLC messages of a peer
+are unread then."""
 
 _BACKLOG = struct.Struct("=24xII")
 """Of struct tcp_info, for a listening socket: tcpi_unacked, the connections that wait, and
