@@ -17,12 +17,14 @@ import json
 import mmap
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import trio
@@ -36,9 +38,10 @@ _FUNCTIONS: Final = {
     os: (
         "eventfd", "fchmod", "fstat", "fstatvfs", "ftruncate", "listdir", "lstat", "memfd_create",
         "mkdir", "open", "pipe2", "posix_fallocate", "readlink", "rename", "rmdir", "scandir",
-        "sched_yield", "stat", "unlink",
+        "sched_yield", "stat", "timerfd_create", "unlink",
     ),
     mmap: ("mmap",),
+    select: ("poll",),
     resource: ("getrlimit", "setrlimit"),
     socket: ("recv_fds", "send_fds", "socketpair"),
 }  # fmt: skip
@@ -69,7 +72,7 @@ class System:
     def install(self) -> None:
         """Replace the functions of the standard library.  Modules look them up at each call."""
         for module, names in _FUNCTIONS.items():
-            for name in names:
+            for name in filter(partial(hasattr, module), names):  # Python 3.13 has timerfd_create
                 self._replace(module, name, lambda *_, n=f"{module.__name__}.{name}", **__: n)
         self._replace(fcntl, "fcntl", lambda _, command, *__: f"fcntl {command}")
         self._replace(fcntl, "ioctl", lambda _, request, *__: f"ioctl {request}")

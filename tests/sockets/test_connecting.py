@@ -269,3 +269,25 @@ async def test_the_wait_of_one_process_is_no_wait_of_another(required: bool) -> 
         await check_pair(client, await connect_and_accept(client, listener))
         assert trio.current_time() - began < longest
         queued.close()
+
+
+async def test_a_connect_that_is_cancelled_while_its_socket_is_closed(required: bool) -> None:
+    listener = await listen()
+    errors: list[str] = []
+
+    async def connect(client: trio.socket.SocketType) -> None:
+        try:
+            await client.connect(listener.getsockname())
+        except BaseException as error:
+            errors.append(type(error).__name__)
+            raise
+
+    for _ in range(3):
+        async with trio.open_nursery() as nursery:
+            client = trio.socket.socket()
+            nursery.start_soon(connect, client)
+            await trio.sleep(0.01)  # the handshake waits, because the server does not accept
+            nursery.cancel_scope.cancel()
+            client.close()
+    assert errors == ["Cancelled"] * 3
+    listener.close()

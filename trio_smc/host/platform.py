@@ -19,6 +19,7 @@ from contextlib import closing
 from typing import Final
 
 from trio_smc._base.resources import is_lack
+from trio_smc.host.alarm import Alarm
 
 if sys.platform == "linux":
     import fcntl
@@ -61,8 +62,16 @@ def _eventfd() -> None:
     os.close(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
 
+def _timer() -> None:
+    Alarm().close()
+
+
 def _epoll() -> None:
     select.epoll().close()
+
+
+def _poll() -> None:
+    select.poll().poll(0)
 
 
 def _tcp_state() -> None:
@@ -88,7 +97,9 @@ def _limit() -> None:
 _NEEDED: Final[dict[str, Callable[[], object]]] = {
     "sched_yield(2)": _yield,
     "eventfd(2)": _eventfd,
+    "timerfd_create(2)": _timer,
     "epoll_create(2)": _epoll,
+    "poll(2)": _poll,
     "getrlimit(2)": _limit,
     "the option SO_PEERCRED": _credentials,
     "the option TCP_INFO": _tcp_state,

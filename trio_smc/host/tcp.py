@@ -74,9 +74,9 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
 def close_unread(sock: trio.socket.SocketType) -> None:
     """Close a TCP socket so that the peer reads the end, although bytes are unread.
 
-    The kernel would reset the connection instead.
+    The kernel would reset the connection instead.  No-op if the socket is closed.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the descriptor is -1
         for _ in range(_MOST_DISCARDED):
             if not unread_bytes(sock.fileno()):
                 break
