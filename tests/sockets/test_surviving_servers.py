@@ -24,6 +24,9 @@ import sys, trio, trio_smc
 async def shout(stream):
     async for data in stream:
         await stream.send_all(data.upper())
+    if sys.argv[2] == "late":
+        assert stream.socket.getpeername()[0] == "127.0.0.1"
+        await stream.send_all(b"good bye")
 
 async def serve():
     [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
@@ -82,11 +85,13 @@ class Server:
 @pytest.fixture(params=["tcp", "smc"])
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
     """Run the server over TCP, which shows the expected result, and over SMC-R."""
-    transport = request.param
+    transport, _, late = request.param.partition(" ")
     if transport != "tcp":
         trio_smc.enable(trio_smc.Config(require_smc=transport == "smc", learn_short=False))
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-c", SERVER, transport], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", SERVER, transport, late],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -142,11 +147,16 @@ async def test_a_client_that_gives_up_while_it_connects(server: Server) -> None:
     await server.check()
 
 
-@each_transport
+@pytest.mark.parametrize(
+    "server", ["tcp", "smc", "either", "tcp late", "either late"], indirect=True
+)
 async def test_a_client_that_is_killed_while_it_connects(
     server: Server, runtime_directory: Path
 ) -> None:
-    """The kernel of a client that has not read a CLC message resets the connection."""
+    """The kernel of a client that has not read a CLC message resets the connection.
+
+    "late": the server answers when it has read the end.
+    """
     for seconds in ("0.002", "0.005", "0.01", "0.02"):
         client = [sys.executable, "-c", DYING_CLIENT, server.transport, str(server.port), seconds]
         died = await trio.run_process(client, check=False)

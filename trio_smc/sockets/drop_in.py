@@ -40,7 +40,7 @@ import os
 import socket as stdlib_socket
 import struct
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from enum import Enum
@@ -55,6 +55,7 @@ from trio_smc._base.errors import NoStack, SmcUnavailable
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.connecting.connect import connect_socket, connect_without_smc
 from trio_smc.connecting.listener import Incoming, SmcListener, WaitEnded
+from trio_smc.host.tcp import CLOSE, tcp_state
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import integer
 from trio_smc.streams.stream import byte_view
@@ -368,7 +369,8 @@ class DropInSocket(trio.socket.SocketType):
             self._side = OverSmc(self.plain, stream, has_connected=has_connected)
             return
         assert isinstance(stream, TcpStream)
-        self._side = OverTcp(self.plain, stream)
+        side = OverTcp if stream.accepted is None or not _is_reset(stream) else ClientGone
+        self._side = side(self.plain, stream)
 
     def shutdown(self, flag: int) -> None:
         """As `socket.socket.shutdown`."""
@@ -829,6 +831,69 @@ class OverTcp(Side):
     def detach(self) -> int:
         self.stream.release_stream()
         return super().detach()
+
+
+class ClientGone(OverTcp):
+    """An accepted connection whose client ended in the handshake, and whose kernel has reset it.
+
+    Over TCP, without a handshake, the client's end arrives in order.  So the calls do what they do
+    then: reading shows the end, the first send succeeds, and later ones fail with EPIPE.
+    """
+
+    def __init__(self, plain: trio.socket.SocketType, stream: TcpStream) -> None:
+        super().__init__(plain, stream)
+        calls: Any = self
+        calls.send = self._send
+        self._may_send = True
+        self._write_shut = False
+
+    @property
+    def write_shut(self) -> bool:
+        return self._write_shut
+
+    def getpeername(self) -> Any:
+        return self.stream.accepted
+
+    async def _send(self, data: Buffer, flags: int) -> int:
+        return await self._drop(lambda: _closed_socket().send(data, flags), [data])
+
+    async def sendto(self, *arguments: Any) -> int:
+        return await self._drop(lambda: _closed_socket().sendto(*arguments), arguments[:1])
+
+    async def sendmsg(self, buffers: Any, ancdata: Any, flags: int, address: Any) -> int:
+        data = [bytes(each) for each in buffers]
+        return await self._drop(
+            lambda: _closed_socket().sendmsg(data, ancdata, flags, address), data
+        )
+
+    async def _drop(self, check: Callable[[], int], data: Iterable[Buffer]) -> int:
+        _checked(check)
+        await trio.lowlevel.checkpoint()
+        if self.fileno() < 0:
+            raise os_error(errno.EBADF)
+        if not self._may_send:
+            raise os_error(errno.EPIPE)
+        size = sum(memoryview(each).nbytes for each in data)
+        self._may_send = size == 0
+        return size
+
+    def shutdown(self, flag: int) -> None:
+        _checked(lambda: _closed_socket().shutdown(flag))
+        if self.fileno() < 0:
+            raise os_error(errno.EBADF)
+        if flag != stdlib_socket.SHUT_RD:
+            self._may_send, self._write_shut = False, True
+
+
+def _is_reset(stream: TcpStream) -> bool:
+    """True if the peer has ended in the handshake, and has reset the connection."""
+    fallback = stream.fallback
+    if fallback is None or fallback.reason is not FallbackReason.ENDED_IN_HANDSHAKE:
+        return False
+    try:
+        return tcp_state(stream.socket) == CLOSE
+    except OSError:
+        return False
 
 
 class _ConnectCall(Enum):
