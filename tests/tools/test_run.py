@@ -513,6 +513,31 @@ sys.exit(cli.main(["run", *sys.argv[1:], "--", sys.executable, "-c", "print(7); 
         assert (done.returncode, done.stdout, done.stderr) == outcome
 
 
+def test_a_system_that_refuses_threads(tmp_path: Path) -> None:
+    """PROGRAM runs all the same, as under `ulimit -u` or in a sandbox."""
+    command = """
+import sys, threading
+from trio_smc.tools import cli
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+threading.Thread.start = refuse
+sys.exit(cli.main(["run", *sys.argv[1:], "--", sys.executable, "-c", "print(7); exit(5)"]))
+"""
+    lack = "cannot receive reports: can't start new thread"
+    warning = f"trio-smc run: warning: {lack}; problems of the program are not reported\n"
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (5, "7\n", warning)
+    for option in ("--report", "--require-smc"):
+        done = subprocess.run(
+            [sys.executable, "-c", command, option], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (2, f"trio-smc run: {lack}\n")
+
+
 def test_a_python_that_does_not_load_the_hook(tmp_path: Path) -> None:
     code, report = run(tmp_path, f"{TRIO}\ntrio.run(main)", python=(sys.executable, "-I"))
     assert code == 0

@@ -183,13 +183,21 @@ class ReportSocket:
         return {REPORT_TO: self.path}
 
     def start(self, root: int) -> None:
-        """Start to receive.  ``root`` is PROGRAM's process."""
+        """Start to receive.  ``root`` is PROGRAM's process.
+
+        Raises:
+          OSError: the system refuses threads.
+        """
         self._root = root
         for function in (self._receive, self._close):
             # Daemon threads, because closing a received descriptor may block `_close` for ever.
             thread = threading.Thread(target=function, name="trio-smc run", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self.overflowed = True  # no thread receives the messages
+                raise OSError(errno.EAGAIN, str(error)) from error
             self._threads.append(thread)
-            thread.start()
 
     def finish(self) -> None:
         """Read the messages that were sent before this call, and stop.  Idempotent.

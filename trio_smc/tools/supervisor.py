@@ -289,7 +289,13 @@ def supervise(
             _adopt_orphans(True)
             child = _start(program, environment, mask)
             path = executable(child.pid)
-            reports.start(child.pid)
+            try:
+                reports.start(child.pid)
+            except OSError as error:
+                if require or report:
+                    child.kill()
+                    child.wait()
+                _cannot_report(f"receive reports: {error_text(error)}", error, require or report)
             _wait(child, tree, reports, require)
             orphans = _has_orphans(child.pid)
             reports.finish()
@@ -316,11 +322,15 @@ def _open_reports(tree: Tree, *, required: bool) -> ReportSocket | NoReports:
     try:
         return ReportSocket(tree.on_packet)
     except OSError as error:
-        text = f"cannot create the report socket: {error_text(error)}"
-        if required:
-            raise ToolError(text) from error
-        print_error(f"trio-smc run: warning: {text}; problems of the program are not reported")
+        _cannot_report(f"create the report socket: {error_text(error)}", error, required)
         return NoReports()
+
+
+def _cannot_report(what: str, error: OSError, required: bool) -> None:
+    """Warn that PROGRAM's processes cannot report; raise ToolError if they are ``required`` to."""
+    if required:
+        raise ToolError(f"cannot {what}") from error
+    print_error(f"trio-smc run: warning: cannot {what}; problems of the program are not reported")
 
 
 def _adopt_orphans(adopt: bool) -> None:
