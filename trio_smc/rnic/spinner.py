@@ -30,7 +30,6 @@ first two do not spin while other tasks are runnable, and `AcceptSpin` lets othe
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -108,19 +107,19 @@ class Crowd:
     Each further long turn doubles their number.
 
     Args:
-      forgiven: long turns that are not judged; infinity: none is, because no caller tells how long
-        waits sleep.
+      judges: False: no long turn is judged, because no caller tells how long waits sleep.
 
     Attributes:
       left: waits that have to sleep, without a spin or a yield.
     """
 
-    __slots__ = ("_forgiven", "_judged", "_next", "_short_ns", "_shorter", "left")
+    __slots__ = ("_forgiven", "_judged", "_judges", "_next", "_short_ns", "_shorter", "left")
 
-    def __init__(self, forgiven: float = 0) -> None:
+    def __init__(self, *, judges: bool = True) -> None:
         self.left: int = 0
+        self._judges = judges
         self._next = _FIRST_CROWDED  # waits asleep if the next long turn delays an answer
-        self._forgiven = forgiven
+        self._forgiven = 0  # long turns that will not be judged
         self._judged = 0  # waits until the last long turn is judged
         self._short_ns = 0  # a wait below this length is much shorter than that turn
         self._shorter = 0  # how many of them there were
@@ -130,6 +129,8 @@ class Crowd:
 
         Returns False if the turn counts like any other.
         """
+        if not self._judges:
+            return False
         if self._forgiven:
             self._forgiven -= 1
             return False
@@ -356,7 +357,7 @@ class Spinner:
     def __init__(self, seconds: float, drain: Probe) -> None:
         self.sleeping: int = 0
         self._spin = AdaptiveSpin(
-            seconds, max_failures=_MAX_FAILURES, retry_every=_RETRY_EVERY, crowd=Crowd(math.inf)
+            seconds, max_failures=_MAX_FAILURES, retry_every=_RETRY_EVERY, crowd=Crowd(judges=False)
         )
         self._drain = drain
 
@@ -410,7 +411,7 @@ class AcceptSpin:
             seconds,
             max_failures=_ACCEPT_MAX_FAILURES,
             retry_every=_ACCEPT_RETRY_EVERY,
-            crowd=Crowd(math.inf),
+            crowd=Crowd(judges=False),
         )
         self._busy = False
 
