@@ -10,7 +10,7 @@ import pytest
 
 from tests.campaigns._defects import DEFECTS
 from tests.campaigns._listed_differences import LISTED
-from tests.campaigns._programs import Program
+from tests.campaigns._programs import EXITS, Program
 from tests.campaigns.differential import SLOW_SHARE, Comparison, Transport
 from trio_smc.datapath.connection import Connection
 from trio_smc.sockets.drop_in import OverSmc
@@ -55,6 +55,19 @@ def test_programs_observe_the_same_over_smc_as_over_tcp(
     comparison = compare()
     comparison.batch(batch, seed, 1_000 if full else 60)
     _check(comparison)
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["server", "client"])
+@pytest.mark.parametrize("shut", [("shut_both",), ("shut_wr", "shut_rd")], ids=" ".join)
+def test_a_process_that_ends_resets_a_socket_with_linger_0(
+    shut: tuple[str, ...], end: int, compare: Compare
+) -> None:
+    comparison = compare()
+    for how in range(len(EXITS)):
+        operations = [[name, 0] for name in (*shut, "linger")]
+        steps = [[end, [["send", 1]]], [end, operations], [end, [["exit", how]]]]
+        comparison.check(Program.from_data([["socket", "socket"], "usual", steps]))
+    assert not comparison.result.rare
 
 
 @pytest.mark.parametrize("transport", ["TCP", "SMC-R"])

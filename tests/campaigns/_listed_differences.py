@@ -270,10 +270,15 @@ def _reset_by_a_process_that_has_shut_down(
         )
         and (
             ours in late
-            # A shutdown that has succeeded shows in later calls of this end, too.
+            # A call that has succeeded shows in later calls of this end, too: a shutdown, and a
+            # send, which over TCP has taken the error that SO_ERROR would report.
             or (
                 (_outcome(theirs), ours.result) == ("EPIPE", "ClosedResourceError")
                 and any((line.end, line.result) == (ours.end, "shut") for line in late)
+            )
+            or (
+                (_operation(program, ours), theirs.result, ours.result) == ("error", "0", "EPIPE")
+                and any((line.end, line.result) == (ours.end, "sent") for line in late)
             )
         )
         for theirs, ours in pairs

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import array
 import ctypes
+import gc
 import itertools
 import operator
 import socket as stdlib
 import struct
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -917,6 +919,31 @@ for _close in (_close_socket, _close_stream, _close_forcefully, _leave_block, _c
             await ends.record(ends.server.recv, 10)
 
         CASES[f"linger-0-by{_close.__name__.replace('_', '-')}-set-by-{_through}"] = _reset
+
+
+_SHUTDOWNS: Final = {
+    "nothing": (),
+    "writing": (stdlib.SHUT_WR,),
+    "both": (stdlib.SHUT_RDWR,),
+    "one-after-the-other": (stdlib.SHUT_WR, stdlib.SHUT_RD),
+}
+for _name, _directions in _SHUTDOWNS.items():
+
+    async def _collect(ends: Ends, shut: tuple[int, ...] = _directions) -> None:
+        for how in shut:
+            ends.client.shutdown(how)
+        ends.client.setsockopt(*_LINGER_0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            ends.client = None
+            gc.collect()
+        await ends.settle()
+        for _ in range(2):
+            await ends.record(ends.server.send, b"x")
+            await ends.settle()
+        await ends.record(ends.server.recv, 10)
+
+    CASES[f"linger-0-collected-after-shutting-{_name}"] = _collect
 
 
 @case

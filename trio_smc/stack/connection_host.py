@@ -67,7 +67,7 @@ class Endpoint:
         """True if the TCP connection ends by RST, even before it is adopted."""
         self._reset_waits = False  # RST is due when the state is CLOSED
         self.closed_by_user: bool = False
-        """True if the stream was closed."""
+        """True if the stream was closed, or shut down for both directions."""
         self.lingers: bool = True
         """True if SO_LINGER may be set."""
         self.on_tcp_end: Callable[[], None] | None = None
@@ -89,13 +89,16 @@ class Endpoint:
         """Close a stream that the program has not closed, as close(2) closes a socket.
 
         Sent data still arrives, and the end after it. If data is unread, the connection is reset
-        (4.8.1, 3A).
+        (4.8.1, 3A). With SO_LINGER of 0 s it is reset, too, even after a shutdown of both
+        directions.
         """
-        if self.closed_by_user:
+        resets = self.sock is not None and resets_on_close(self.sock)
+        if self.closed_by_user and not resets:
             return
-        self.closed_by_user = self.abandoned = True
-        self._stack.pump.drain()  # data that has just arrived is unread, too
-        if self.sock is not None and resets_on_close(self.sock):
+        if not self.closed_by_user:
+            self.closed_by_user = self.abandoned = True
+            self._stack.pump.drain()  # data that has just arrived is unread, too
+        if resets:
             self.connection.abort()
         else:
             self.connection.disown()

@@ -349,9 +349,10 @@ class GroupTable:
     def close_open(self) -> Iterator[str]:
         """Close the streams that are still open, as close(2) does. Yields a warning for each."""
         for endpoint in list(self.endpoints.values()):
-            if not endpoint.closed_by_user:
-                text = f"{endpoint.connection!r} was open when its stack was closed"
-                endpoint.forgotten()
+            was_open = not endpoint.closed_by_user
+            text = f"{endpoint.connection!r} was open when its stack was closed"
+            endpoint.forgotten()
+            if was_open:
                 yield text
         for stream in list(self.tcp_streams):
             if stream.socket.fileno() >= 0:

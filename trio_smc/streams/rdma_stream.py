@@ -77,7 +77,7 @@ class StreamEndpoint(Protocol):
 
     connection: Connection
     closed_by_user: bool
-    """The stream was closed; set by the stream."""
+    """The stream was closed, or shut down for both directions; set by the stream."""
     lingers: bool
     """SO_LINGER is on; set by the stream."""
     abandoned: bool
