@@ -190,6 +190,8 @@ def _is_of_an_end(program: Program, theirs: Line, ours: Line) -> bool:
     results = next((each for names, each in _DURING_SENDS.items() if name in names), set())
     if name in _READS and program.readers(ours.end) > 1:
         results = results | {"read", "peeked", _NOTHING}
+    if name in _WAITING and not _names(program, ours.end).isdisjoint({"exit", "signal"}):
+        results = results | {_NOTHING}  # the process ends while a send waits
     return pair <= results
 
 
