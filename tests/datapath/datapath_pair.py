@@ -90,6 +90,9 @@ class FakeHost:
     def close_tcp(self, connection: Connection) -> None:
         self.calls.append("close_tcp")
 
+    def peer_done(self, connection: Connection) -> None:
+        pass
+
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         return self.end
 

@@ -12,8 +12,10 @@ import ctypes
 import gc
 import itertools
 import operator
+import select
 import socket as stdlib
 import struct
+import tempfile
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -962,6 +964,69 @@ async def inherit_linger_0(ends: Ends) -> None:
     await ends.settle()
     with client:
         await ends.record(client.recv, 10)
+
+
+# --- the descriptor ------------------------------------------------------------------------------
+
+
+async def _answer_and_close(ends: Ends) -> None:
+    await ends.server.send(b"answer")
+    ends.server.close()
+
+
+async def _close_with_unread_data(ends: Ends) -> None:
+    await ends.client.send(b"unread")
+    await ends.settle()
+    ends.server.close()
+
+
+async def _close_with_linger_0(ends: Ends) -> None:
+    ends.server.setsockopt(*_LINGER_0)
+    ends.server.close()
+
+
+async def _shut_writing(ends: Ends) -> None:
+    ends.server.shutdown(stdlib.SHUT_WR)
+
+
+async def _shut_both_on_both_sides(ends: Ends) -> None:
+    for each in (ends.server, ends.client):
+        each.shutdown(stdlib.SHUT_RDWR)
+
+
+async def _reset_after_the_end(ends: Ends) -> None:
+    ends.server.close()
+    for _ in range(2):
+        await ends.outcome(ends.client.send, b"x")
+        await ends.settle()
+
+
+_ENDINGS: Final = (
+    _nothing, _answer_and_close, _close_with_unread_data, _close_with_linger_0, _shut_writing,
+    _shut_both_on_both_sides, _reset_after_the_end,
+)  # fmt: skip
+
+
+def _is_readable(number: int) -> bool:
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+for _end in _ENDINGS:
+
+    async def _keep_number(ends: Ends, end: Case = _end) -> None:
+        number = ends.client.fileno()
+        await end(ends)
+        await ends.settle()
+        with tempfile.TemporaryFile() as file:  # a program opens files meanwhile
+            ends.records.append(file.fileno() == number)
+            ends.records.append(ends.client.fileno() == number)
+        await ends.record(_is_readable, number)
+        ends.client.close()
+        ends.records.append(ends.client.fileno())
+
+    CASES["descriptor" + _end.__name__.replace("_", "-")] = _keep_number
 
 
 # --- connecting ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ __all__ = [
     "ESTABLISHED",
     "backlog",
     "carried_bytes",
+    "close_under_number",
     "close_unread",
     "close_with_reset",
     "consume_error",
@@ -30,6 +31,7 @@ __all__ = [
     "is_open",
     "peer_end",
     "queued",
+    "reset_on_close",
     "resets_on_close",
     "tcp_state",
     "unread_bytes",
@@ -41,6 +43,7 @@ if sys.platform == "linux":  # on other systems every connection is TCP and need
     import fcntl
     import termios
 
+_end_waits: Final = trio.lowlevel.notify_closing  # the kernel's waits: `enable` replaces the name
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _DISCARDED: Final = 4096
 _MOST_DISCARDED: Final = 16
@@ -66,9 +69,32 @@ _PEER_HAS_ENDED = {6, CLOSE, CLOSE_WAIT, 9, 11}  # and TIME_WAIT, LAST_ACK, CLOS
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
     """Close a TCP socket so that the peer receives RST."""
+    reset_on_close(sock)
+    sock.close()
+
+
+def reset_on_close(sock: trio.socket.SocketType) -> None:
+    """Let the peer receive RST when this TCP socket is closed."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-    sock.close()
+
+
+def close_under_number(sock: trio.socket.SocketType) -> socket.socket:
+    """Close a TCP socket whose descriptor number a program may still use.
+
+    Returns a socket at the end of its stream, which has that number until it is closed.  So no file
+    that the program opens gets the number meanwhile.
+
+    Raises:
+      OSError: no descriptors are free; the socket stays open.
+    """
+    ended, peer = socket.socketpair()
+    peer.close()
+    with ended:
+        number = sock.fileno()
+        _end_waits(sock)
+        os.dup2(ended.fileno(), number, inheritable=os.get_inheritable(number))
+    return socket.socket(fileno=sock.detach())
 
 
 def close_unread(sock: trio.socket.SocketType) -> None:

@@ -928,10 +928,10 @@ class OverSmc(Side):
         return self.stream.write_shut
 
     def fileno(self) -> int:
-        number = super().fileno()
+        number = self.stream.socket.fileno()
         if number >= 0:
             return number
-        if self._eof_socket is None:
+        if self._eof_socket is None:  # no descriptor was free when TCP ended
             self._eof_socket, other = stdlib_socket.socketpair()
             other.close()
         return self._eof_socket.fileno()

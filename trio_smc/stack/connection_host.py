@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.tcp import close_with_reset, resets_on_close
+from trio_smc.host.tcp import reset_on_close, resets_on_close, unread_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,8 +51,9 @@ class Endpoint:
     after its stream was closed.
     """
 
-    __slots__ = ("_reset_waits", "_stack", "_timer", "abandoned", "closed_by_user", "connection",
-                 "group", "lingers", "on_tcp_end", "reset", "rmbe", "sock")  # fmt: skip
+    __slots__ = ("_reset_waits", "_stack", "_timer", "abandoned", "close_socket", "closed_by_user",
+                 "connection", "group", "lingers", "on_tcp_end", "reset", "rmbe",
+                 "sock")  # fmt: skip
 
     connection: Connection
 
@@ -72,6 +73,8 @@ class Endpoint:
         """True if SO_LINGER may be set."""
         self.on_tcp_end: Callable[[], None] | None = None
         """Called before TCP ends under a stream that the program has not closed."""
+        self.close_socket: Callable[[], None] | None = None
+        """Closes the TCP socket; None until there is a stream."""
         self.abandoned: bool = False
         """True if the program did not close the stream: it was collected, or the stack was left."""
 
@@ -79,6 +82,8 @@ class Endpoint:
         """Own the TCP connection from now on, because the rendezvous is complete."""
         self.sock = sock
         self._stack.tcp_watch.add(sock, self)
+        if self.connection.receiver.peer_done:
+            self.peer_done(self.connection)
 
     def announce_tcp_end(self) -> None:
         """Call `on_tcp_end`, because the caller closes the TCP connection now."""
@@ -164,7 +169,8 @@ class Endpoint:
         self._reset_waits = False
         sock = self._detach_socket()
         if sock is not None:
-            close_with_reset(sock)
+            reset_on_close(sock)
+            self._close(sock)
 
     def close_tcp(self, connection: Connection) -> None:
         """End the TCP connection by FIN, after the SMC-R connection (4.8.1)."""
@@ -174,7 +180,24 @@ class Endpoint:
                 # With SO_LINGER, close(2) could send RST instead of FIN.
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_BY_FIN)
-            sock.close()
+            self._close(sock)
+
+    def _close(self, sock: trio.socket.SocketType) -> None:
+        (sock.close if self.close_socket is None else self.close_socket)()
+
+    def peer_done(self, connection: Connection) -> None:
+        """Let the TCP socket's descriptor show the end of the stream to a program that polls it.
+
+        Bytes on the TCP connection are a part of the stream that is missing, if the peer's program
+        has written to its descriptor. Then the connection is aborted.
+        """
+        if self.sock is None:
+            return
+        with contextlib.suppress(OSError):  # reset, or closed by the program
+            if unread_bytes(self.sock):
+                self.tcp_data()
+            else:
+                self.sock.shutdown(socket.SHUT_RD)  # sends nothing
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection; unknown, "none", before it is adopted."""

@@ -84,6 +84,8 @@ class StreamEndpoint(Protocol):
     """The connection was closed because its stack was left."""
     on_tcp_end: Callable[[], None] | None
     """Called before TCP ends under an open stream; set by the stream."""
+    close_socket: Callable[[], None] | None
+    """Closes the TCP socket; set by the stream."""
 
     @property
     def group(self) -> KeepaliveGroup:
@@ -169,6 +171,7 @@ class RdmaStream(SmcStream):
         )
         # No bound method: the endpoint must not keep alive a stream that the program has dropped.
         endpoint.on_tcp_end = partial(_keep_facts, self.socket, self._options)
+        endpoint.close_socket = self.socket.close_tcp
 
     def inherit(self, options: Inherited) -> None:
         """Apply the options that were set on the TCP connection."""
@@ -177,7 +180,10 @@ class RdmaStream(SmcStream):
     def __del__(self) -> None:
         """Close a stream that was not closed, as close(2) closes a socket."""
         endpoint = self._endpoint
-        if self._closed or endpoint.abandoned:
+        if self._closed:
+            return
+        self.socket.free_number()
+        if endpoint.abandoned:
             return
         # The garbage collector may run in any thread, and in the middle of any other code.
         with contextlib.suppress(trio.RunFinishedError):
@@ -780,6 +786,7 @@ class RdmaStream(SmcStream):
 
     def _close_now(self) -> None:
         self._closed = True
+        self.socket.free_number()
         self._end()
 
     def _end(self) -> None:
@@ -796,6 +803,7 @@ class RdmaStream(SmcStream):
     def abort(self) -> None:
         """Reset the connection at once (RFC 7609, 4.8.2)."""
         self._closed = self._read_shut = True
+        self.socket.free_number()
         self._endpoint.closed_by_user = True
         self._pump.resume_hooks()
         self._core.abort()

@@ -26,6 +26,7 @@ from trio.abc import HalfCloseableStream
 
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
+from trio_smc.host.tcp import close_under_number
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -64,12 +65,14 @@ def checked_size(max_bytes: int) -> int:
 class SmcSocket:
     """The TCP connection of an SMC-R stream: `SmcStream.socket` while the mode is "smc-r".
 
-    When the connection is CLOSED, the descriptor is closed, too.  After that only ``family``,
+    When the connection is CLOSED, the TCP connection ends, too.  After that only ``family``,
     ``type``, ``proto`` and `fileno` are available, and both names if the program has not closed the
-    stream (`keep_names`); everything else raises OSError (EBADF).
+    stream (`keep_names`); everything else raises OSError (EBADF).  Until the program closes the
+    stream, its descriptor number belongs to a socket that is readable and at its end: programs use
+    the number as a key, and no other file may get it.
     """
 
-    __slots__ = ("_names", "_peer", "_sock")
+    __slots__ = ("_ended", "_in_use", "_names", "_peer", "_sock")
 
     def __init__(self, sock: trio.socket.SocketType, accepted: Any = None) -> None:
         """``accepted``: the peer's address from ``accept``."""
@@ -81,6 +84,21 @@ class SmcSocket:
                 accepted = sock.getpeername()
         self._peer = accepted
         self._names: tuple[Any, Any] | None = None
+        self._in_use = True  # by the program
+        self._ended: socket.socket | None = None  # has the number after the end of TCP
+
+    def close_tcp(self) -> None:
+        """Close the TCP socket, because the connection is CLOSED."""
+        if self._in_use and self._sock.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                self._ended = close_under_number(self._sock)
+        self._sock.close()
+
+    def free_number(self) -> None:
+        """The program no longer uses the descriptor number."""
+        self._in_use = False
+        if self._ended is not None:
+            self._ended.close()
 
     def keep_names(self) -> None:
         """Store both names, so that they outlive the descriptor."""
@@ -112,7 +130,7 @@ class SmcSocket:
 
     def fileno(self) -> int:
         """The descriptor, for tools that examine the connection; -1 after the close."""
-        return self._sock.fileno()
+        return self._sock.fileno() if self._ended is None else self._ended.fileno()
 
     def getsockname(self) -> Any:
         """As `socket.socket.getsockname`."""
