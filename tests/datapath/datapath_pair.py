@@ -90,8 +90,8 @@ class FakeHost:
     def close_tcp(self, connection: Connection) -> None:
         self.calls.append("close_tcp")
 
-    def peer_done(self, connection: Connection) -> None:
-        pass
+    def may_end(self, connection: Connection) -> bool:
+        return True
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         return self.end

@@ -23,6 +23,7 @@ import trio_smc
 from tests.e2e.peer import HOST, lines
 from tests.e2e.processes import Peer, open_peer
 from tests.peers import endpoint_of
+from tests.tcp_ends import tcp_has_ended
 from tests.timing import PATIENCE
 from trio_smc import Config, Stack
 from trio_smc.stack.connection_host import Endpoint
@@ -213,7 +214,7 @@ class Actor:
 
     async def tcp_open(self) -> bool:
         """True if the TCP connection still exists."""
-        return self._stream.socket.fileno() >= 0
+        return not tcp_has_ended(self._stream)
 
     async def all_free(self) -> None:
         """Wait until no connection and no resource of a connection is left."""

@@ -985,7 +985,7 @@ async def _close_with_linger_0(ends: Ends) -> None:
     ends.server.close()
 
 
-async def _shut_writing(ends: Ends) -> None:
+async def _end_sending(ends: Ends) -> None:
     ends.server.shutdown(stdlib.SHUT_WR)
 
 
@@ -1002,7 +1002,7 @@ async def _reset_after_the_end(ends: Ends) -> None:
 
 
 _ENDINGS: Final = (
-    _nothing, _answer_and_close, _close_with_unread_data, _close_with_linger_0, _shut_writing,
+    _nothing, _answer_and_close, _close_with_unread_data, _close_with_linger_0, _end_sending,
     _shut_both_on_both_sides, _reset_after_the_end,
 )  # fmt: skip
 

@@ -28,6 +28,7 @@ import trio_smc
 from tests.peers import connect_sockets
 from tests.streams.buffers import ALIGNMENT, SENT
 from tests.streams.stream_pairs import cancel_when_blocked
+from tests.tcp_ends import tcp_has_ended
 from tests.timing import PATIENCE
 from trio_smc.datapath.connection import Connection
 from trio_smc.rnic.roce import pyverbs
@@ -594,7 +595,7 @@ def test_a_connection_that_ended_before_it_was_accepted(enabled: None) -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(abort)
                 stream = await side.listener.accept()
-            while stream.socket.fileno() >= 0:  # noqa: ASYNC110 - no event reports it
+            while not tcp_has_ended(stream):  # noqa: ASYNC110 - no event reports it
                 await trio.sleep(0.01)
             ended, name = listener.wrap_stream(stream)
             assert [name] == names
@@ -957,7 +958,7 @@ def test_a_shutdown_of_both_directions_is_a_close(enabled: None, answered: bool)
                 if answered:
                     server.close()
                     assert isinstance(client.stream, RdmaStream)
-                    while client.stream.socket.fileno() >= 0:  # noqa: ASYNC110  # no event reports it
+                    while not tcp_has_ended(client.stream):  # noqa: ASYNC110 - no event reports it
                         await trio.sleep(0.01)
             with pytest.raises(ConnectionResetError):
                 await client.recv(10)  # the answer to the server's data

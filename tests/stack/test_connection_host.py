@@ -50,6 +50,7 @@ async def test_a_tcp_reset_does_not_overtake_data_of_a_roce_port(kind: str) -> N
     client, server = await tcp_pair()
     try:
         endpoint = Endpoint(stack, group, pair.a.rmbe)
+        endpoint.connection = pair.a
         endpoint.adopt(client)
         for name in vars(FakeHost):
             if not name.startswith("_") and hasattr(endpoint, name):

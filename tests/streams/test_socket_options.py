@@ -20,6 +20,7 @@ from scripts import socket_options
 from tests.datapath.datapath_pair import Pair
 from tests.peers import endpoint_of, open_pair
 from tests.streams.stream_pairs import SMALL_RING, Pairs, open_pairs, read, smc_config, tcp_config
+from tests.tcp_ends import tcp_has_ended
 from tests.timing import PATIENCE
 from trio_smc import SmcStream
 from trio_smc._base.observer import ObserverGroup
@@ -210,7 +211,7 @@ async def test_options_work_until_the_stream_is_closed_though_the_peer_has_abort
     client.abort()
     assert server.is_readable()
     await wait_all_tasks_blocked()
-    assert server.socket.fileno() == -1, "TCP did not end after the answer to the abort"
+    assert tcp_has_ended(server), "TCP did not end after the answer to the abort"
     assert server.getsockopt(SOL, socket.SO_ERROR) == errno.ECONNRESET
     assert server.getsockopt(SOL, socket.SO_ERROR) == 0, "the error was reported twice"
     assert await server.receive_some() == b""

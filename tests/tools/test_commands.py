@@ -21,6 +21,7 @@ import trio
 
 import trio_smc
 from tests.api.api_peers import plain_server
+from tests.tcp_ends import tcp_has_ended
 from tests.tools.tools_processes import (
     LIMIT,
     ROOT,
@@ -351,7 +352,7 @@ async def test_check_of_a_server_that_resets_at_once(
         connected.set()
         with contextlib.suppress(OSError):
             # Trio has no event for a reset.
-            while stream.socket.fileno() >= 0 and stream.socket.getpeername():  # noqa: ASYNC110
+            while not tcp_has_ended(stream) and stream.socket.getpeername():  # noqa: ASYNC110
                 await trio.sleep(0.01)
         return stream
 

@@ -99,9 +99,9 @@ class Host(Protocol):
     def close_tcp(self, connection: Connection) -> None:
         """End the TCP connection by FIN."""
 
-    def peer_done(self, connection: Connection) -> None:
-        """The peer sends no more: its D or C has arrived. The host aborts the connection if the
-        peer has also sent bytes on the TCP connection."""
+    def may_end(self, connection: Connection) -> bool:
+        """The peer sends no more: its D or C has arrived. False if it has also sent bytes on the
+        TCP connection."""
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection."""
@@ -887,8 +887,8 @@ class Connection:
         if endings & ABNORMAL_CLOSE:
             self._process("peer_abort")
             return
-        self._host.peer_done(self)
-        if self._aborting:
+        if not self._aborting and not self._host.may_end(self):
+            self.protocol_error(ProtocolError("data on the TCP connection"))
             return
         if all_arrived:
             self.receiver.peer_done = True

@@ -82,8 +82,8 @@ class Endpoint:
         """Own the TCP connection from now on, because the rendezvous is complete."""
         self.sock = sock
         self._stack.tcp_watch.add(sock, self)
-        if self.connection.receiver.peer_done:
-            self.peer_done(self.connection)
+        if self.connection.receiver.peer_done and not self.may_end(self.connection):
+            self.tcp_data()
 
     def announce_tcp_end(self) -> None:
         """Call `on_tcp_end`, because the caller closes the TCP connection now."""
@@ -185,19 +185,21 @@ class Endpoint:
     def _close(self, sock: trio.socket.SocketType) -> None:
         (sock.close if self.close_socket is None else self.close_socket)()
 
-    def peer_done(self, connection: Connection) -> None:
-        """Let the TCP socket's descriptor show the end of the stream to a program that polls it.
+    def may_end(self, connection: Connection) -> bool:
+        """Let the descriptor of the TCP socket show the end of the stream to a program that polls
+        it.
 
-        Bytes on the TCP connection are a part of the stream that is missing, if the peer's program
-        has written to its descriptor. Then the connection is aborted.
+        Returns:
+          False if there are bytes on the TCP connection: the peer's program may have written a part
+          of the stream to its descriptor.
         """
-        if self.sock is None:
-            return
-        with contextlib.suppress(OSError):  # reset, or closed by the program
-            if unread_bytes(self.sock):
-                self.tcp_data()
-            else:
+        if self.sock is not None:
+            # OSError: reset; ValueError: the program has closed the descriptor.
+            with contextlib.suppress(OSError, ValueError):
+                if unread_bytes(self.sock):
+                    return False
                 self.sock.shutdown(socket.SHUT_RD)  # sends nothing
+        return True
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection; unknown, "none", before it is adopted."""
