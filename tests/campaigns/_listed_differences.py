@@ -240,11 +240,22 @@ def _first_differing(tcp: Observation, smc: Observation) -> list[tuple[Line, Lin
 
 
 def _sent_after_one_that_waits(program: Program, tcp: Observation, smc: Observation) -> bool:
-    """Only a send of an end whose earlier one had to wait finds room over one transport."""
+    """Only a send of an end whose earlier one had to wait finds room over one transport.
+
+    If it finds room for a few bytes over TCP, and then has to wait, too, these bytes lie in the
+    middle of the other send's.
+    """
     pairs = _first_differing(tcp, smc)
     return bool(pairs) and all(
-        _is_of_a_waiting_send(program, theirs, ours)
-        and not {"sent", "writable"}.isdisjoint((theirs.result, ours.result))
+        (
+            _is_of_a_waiting_send(program, theirs, ours)
+            and not {"sent", "writable"}.isdisjoint((theirs.result, ours.result))
+        )
+        or (
+            (theirs.result, ours.result) == ("wrong bytes", _NOTHING)
+            and 1 - ours.end in _ends_that_fill(program)
+            and any((each.end, each.result) == (1 - ours.end, "BusyResourceError") for each in tcp)
+        )
         for theirs, ours in pairs
     )
 

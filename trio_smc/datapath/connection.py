@@ -479,6 +479,9 @@ class Connection:
             return
         if self._host.tcp_end(self) != "fin":
             return
+        if not self._host.may_end(self):
+            self.sent_past_smc()
+            return
         try:
             self.receiver.progress_untrusted(self._rmbe.written)
         except ProtocolError as exc:
@@ -888,11 +891,15 @@ class Connection:
             self._process("peer_abort")
             return
         if not self._aborting and not self._host.may_end(self):
-            self.protocol_error(ProtocolError("data on the TCP connection"))
+            self.sent_past_smc()
             return
         if all_arrived:
             self.receiver.peer_done = True
         self._process("peer_closed" if endings & CONNECTION_CLOSED else "peer_done")
+
+    def sent_past_smc(self) -> None:
+        """The peer has sent bytes on the TCP connection, past SMC-R: abort."""
+        self.protocol_error(ProtocolError("data on the TCP connection"))
 
     def _on_overwritten(self, exc: ProtocolError) -> None:
         """Abort: the eye catcher of our RMBE is gone, and its data cannot be trusted (4.4.1)."""

@@ -8,7 +8,6 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from trio_smc._base.errors import ProtocolError
 from trio_smc.host.tcp import reset_on_close, resets_on_close, unread_bytes
 
 if TYPE_CHECKING:
@@ -223,7 +222,7 @@ class Endpoint:
 
     def tcp_data(self) -> None:
         """Abort, because the peer sent bytes on the TCP connection after the switch."""
-        self.connection.protocol_error(ProtocolError("data on the TCP connection"))
+        self.connection.sent_past_smc()
 
     def _detach_socket(self) -> trio.socket.SocketType | None:
         sock, self.sock = self.sock, None
