@@ -1,4 +1,4 @@
-"""Whether the TCP connection under a stream of SMC-R has ended."""
+"""The end of the TCP connection under a stream of SMC-R."""
 
 from __future__ import annotations
 
