@@ -47,7 +47,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import trio
 
@@ -199,7 +199,7 @@ class DropInSocket(trio.socket.SocketType):
         """
         number = self._side.fileno()
         if number >= 0:
-            _by_descriptor[number] = self
+            _by_descriptor[number] = ref(self)
         return number
 
     def getsockname(self) -> Any:
@@ -1350,7 +1350,9 @@ def _returned_flags(flags: int, room: int) -> int:
     return returned
 
 
-_by_descriptor: Final[WeakValueDictionary[int, DropInSocket]] = WeakValueDictionary()
+# References without a callback, which could swallow `KeyboardInterrupt` (`_base.weak_set`).  There
+# are no more of them than the process may have descriptors.
+_by_descriptor: Final[dict[int, ref[DropInSocket]]] = {}
 
 
 def find_drop_in(waitable: object) -> DropInSocket | None:
@@ -1360,7 +1362,8 @@ def find_drop_in(waitable: object) -> DropInSocket | None:
         return None
     if isinstance(waitable, DropInSocket):
         return waitable
-    found = _by_descriptor.get(waitable) if isinstance(waitable, int) else None
+    reference = _by_descriptor.get(waitable) if isinstance(waitable, int) else None
+    found = None if reference is None else reference()
     # The number may belong to another file by now.
     return found if found is not None and found.fileno() == waitable else None
 

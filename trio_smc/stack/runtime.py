@@ -30,7 +30,6 @@ import logging
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -41,6 +40,7 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
+from trio_smc._base.weak_set import WeakSet
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.receiver import Receiver
 from trio_smc.datapath.sender import Sender
@@ -206,7 +206,7 @@ class Runtime:
         self._ended = trio.Event()
         self._listeners: set[Closable] = set()
         # Sockets that may offer SMC-R by the TCP option, now or once there is a RoCE port.
-        self._offering: weakref.WeakSet[trio.socket.SocketType] = weakref.WeakSet()
+        self._offering: WeakSet[trio.socket.SocketType] = WeakSet()
         self._under_way: set[Cancellable] = set()
         self._timers_changed = trio.Event()
         self._alarm: Alarm | None = None
@@ -554,7 +554,7 @@ class _Interrupts:
 
 
 _INTERRUPTS = _Interrupts()
-_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_RUNTIMES: WeakSet[Runtime] = WeakSet()
 
 
 def _after_fork() -> None:
