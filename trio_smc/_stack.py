@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.observer import ObserverGroup
 from trio_smc._base.weak_set import WeakSet
 from trio_smc.config.config import Config, short_repr
@@ -44,6 +45,7 @@ _UNUSED_CHECK_INTERVAL: Final = 0.5
 recorded."""
 
 
+@ki_protected
 class Stack:
     """One SMC-R peer (RFC 7609, 2); made by `open_stack`.
 

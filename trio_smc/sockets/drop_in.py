@@ -52,6 +52,7 @@ from weakref import ref
 import trio
 
 from trio_smc._base.errors import NoStack, SmcUnavailable
+from trio_smc._base.interrupts import protect_module
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.connecting.connect import connect_socket, connect_without_smc
 from trio_smc.connecting.listener import Incoming, SmcListener, WaitEnded
@@ -1450,3 +1451,6 @@ def _is_connected(sock: stdlib_socket.socket) -> bool:
     except OSError as error:
         return error.errno != errno.ENOTCONN
     return True
+
+
+protect_module(globals())

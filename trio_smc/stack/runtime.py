@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import threading
@@ -109,6 +110,7 @@ class Attached(Protocol):
         """Give up in a forked child."""
 
 
+@ki_protected
 class Tracked:
     """The context manager of `Runtime.track`."""
 
@@ -134,6 +136,7 @@ class Tracked:
         self._ended()
 
 
+@ki_protected
 class Call(Tracked):
     """The context manager of `Runtime.call`."""
 
@@ -202,7 +205,7 @@ class Runtime:
         self.closing: bool = False
         self.failure: Exception | None = None
         self.unclosed: list[str] = []
-        self._scope = trio.CancelScope(shield=True)
+        self._scope = trio.CancelScope()  # shielded once `run` has started
         self._ended = trio.Event()
         self._listeners: set[Closable] = set()
         # Sockets that may offer SMC-R by the TCP option, now or once there is a RoCE port.
@@ -288,8 +291,8 @@ class Runtime:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the background tasks until `shut_down`; nothing is left afterwards.
 
-        Shielded, so that the data of closed streams is sent although the user was cancelled. A
-        defect in a background task closes the stack and is kept in `failure`.
+        Shielded once it has started, so that the data of closed streams is sent although the user
+        was cancelled. A defect in a background task closes the stack and is kept in `failure`.
         """
         started = False
         try:
@@ -307,6 +310,8 @@ class Runtime:
                         nursery.start_soon(self.groups.tcp_watch.run)
                     nursery.start_soon(self._run_timers)
                     started = True
+                    # If Ctrl-C has interrupted the start, this task is cancelled and has to end.
+                    self._scope.shield = trio.current_effective_deadline() > -math.inf
                     task_status.started()
         except ExceptionGroup as group:
             if not started:
@@ -377,6 +382,10 @@ class Runtime:
         self.check_not_forked()
         if self.closing:
             raise trio.ClosedResourceError("the stack is closed") from self.failure
+
+    def cancel(self) -> None:
+        """End `run` without closing anything in order, because Ctrl-C has interrupted its start."""
+        self._scope.cancel()
 
     async def shut_down(self) -> None:
         """Finish orderly, within about `shutdown_timeout` or until SIGINT, and end `run`."""
