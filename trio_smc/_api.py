@@ -11,12 +11,19 @@ import os
 import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncContextDecorator,
+    asynccontextmanager,
+    suppress,
+)
 from contextvars import ContextVar
+from typing import TYPE_CHECKING, Self
 
 import trio
 
 from trio_smc._base.errors import NoStack
+from trio_smc._base.interrupts import protect_module
 from trio_smc._base.resources import is_lack
 from trio_smc._events import EventObserver, log_event
 from trio_smc._stack import Stack
@@ -26,6 +33,9 @@ from trio_smc.connecting.listener import SmcListener
 from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO, report_interval
 from trio_smc.control.server import ControlSocket, RunReport
 from trio_smc.streams.stream import SmcStream
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 __all__ = ["open_listeners", "open_stack", "open_stream", "serve"]
 
@@ -117,8 +127,7 @@ async def find_stack() -> Stack:
     return default.stack
 
 
-@asynccontextmanager
-async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
+def open_stack(config: Config | None = None) -> AbstractAsyncContextManager[Stack]:
     """Open a stack for the block; calls inside the block use this stack.
 
     When the block is left, the stack closes its listeners. It closes streams that are still open as
@@ -137,6 +146,38 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
       OSError: ``config.capture`` cannot be written.
       ValueError: the environment has no valid settings.
     """
+    return _StackBlock(config)
+
+
+class _StackBlock(AbstractAsyncContextManager[Stack, bool | None], AsyncContextDecorator):
+    """The block of `open_stack`.
+
+    The context managers of the standard library are not protected from KeyboardInterrupt, which
+    would leave the nursery of `_run_stack` open.
+    """
+
+    def __init__(self, config: Config | None) -> None:
+        self._config = config
+        self._block = _run_stack(config)
+
+    def _recreate_cm(self) -> Self:
+        return type(self)(self._config)
+
+    async def __aenter__(self) -> Stack:
+        return await self._block.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return await self._block.__aexit__(kind, error, traceback)
+
+
+@asynccontextmanager
+async def _run_stack(config: Config | None) -> AsyncIterator[Stack]:
+    """Run a stack during the block."""
     await trio.lowlevel.checkpoint_if_cancelled()
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: {short_repr(config)} is not a Config")
@@ -145,8 +186,12 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
     failure: BaseException | None = None
     async with trio.open_nursery() as nursery:
         try:
-            with trio.CancelScope(shield=True):
-                await nursery.start(stack.runtime.run)
+            try:
+                with trio.CancelScope(shield=True):
+                    await nursery.start(stack.runtime.run)
+            except BaseException:
+                stack.runtime.cancel()
+                raise
             async with _capture_and_shut_down(stack):
                 _attach(stack)
                 token = _current.set(stack)
@@ -311,3 +356,6 @@ async def serve(
         handler_nursery=handler_nursery,
         task_status=task_status,
     )
+
+
+protect_module(globals())

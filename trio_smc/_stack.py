@@ -6,16 +6,16 @@ Its `Runtime` does the work.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
-from weakref import WeakValueDictionary
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.observer import ObserverGroup
+from trio_smc._base.weak_set import WeakSet
 from trio_smc.config.config import Config, short_repr
 from trio_smc.connecting.connect import connect_stream
 from trio_smc.connecting.listener import SmcListener, open_listening_sockets
@@ -45,6 +45,7 @@ _UNUSED_CHECK_INTERVAL: Final = 0.5
 recorded."""
 
 
+@ki_protected
 class Stack:
     """One SMC-R peer (RFC 7609, 2); made by `open_stack`.
 
@@ -58,7 +59,7 @@ class Stack:
         self.config = config
         self.runtime: Runtime = Runtime(config)
         self.peer_id: bytes = self.runtime.groups.peer_id
-        _STACKS[next(_NUMBERS)] = self
+        _STACKS.add(self)
 
     @property
     def trio_token(self) -> trio.lowlevel.TrioToken:
@@ -321,8 +322,7 @@ class Stack:
         raise ValueError(f"the stack has no link group {group!r}")
 
 
-_STACKS: WeakValueDictionary[int, Stack] = WeakValueDictionary()
-_NUMBERS = itertools.count()
+_STACKS: WeakSet[Stack] = WeakSet()
 
 
 def stacks() -> tuple[Stack, ...]:
@@ -330,4 +330,4 @@ def stacks() -> tuple[Stack, ...]:
 
     Each stack belongs to the thread of its Trio run. No other thread may call its methods.
     """
-    return tuple(stack for stack in list(_STACKS.values()) if stack.runtime.running)
+    return tuple(stack for stack in _STACKS if stack.runtime.running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -9,11 +10,25 @@ import trio
 
 import trio_smc
 from tests.e2e.interrupted import DATA, PLACES
+from tests.e2e.interrupted_anywhere import PROGRAMS
 from tests.e2e.process_end import HOST
 from tests.timing import PATIENCE
 from trio_smc import Config, Mode, SmcStream
 
 pytestmark = pytest.mark.processes
+
+_SIGNALS = 60
+"""Runs with a signal in `test_a_run_ends_at_once`; each takes about 20 ms. Chosen."""
+
+
+@pytest.mark.parametrize("api", PROGRAMS)
+def test_a_run_ends_at_once(api: str, seed: int) -> None:
+    module = "tests.e2e.interrupted_anywhere"
+    command = [sys.executable, "-m", module, api, str(_SIGNALS), str(seed)]
+    process = subprocess.run(
+        command, check=False, stdout=subprocess.PIPE, text=True, timeout=5 * PATIENCE
+    )
+    assert process.returncode == 0, process.stdout
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -171,6 +171,7 @@ class Incoming(Protocol):
         """Spin for the next connection. To be awaited after the stream was closed."""
 
 
+@ki_protected
 class _Accepted:
     """A connection of a listener (`Incoming`): a stream, or one that needs a handshake first."""
 

@@ -47,11 +47,12 @@ from enum import Enum
 from functools import lru_cache, partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import trio
 
 from trio_smc._base.errors import NoStack, SmcUnavailable
+from trio_smc._base.interrupts import protect_module
 from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc.connecting.connect import connect_socket, connect_without_smc
 from trio_smc.connecting.listener import Incoming, SmcListener, WaitEnded
@@ -199,7 +200,7 @@ class DropInSocket(trio.socket.SocketType):
         """
         number = self._side.fileno()
         if number >= 0:
-            _by_descriptor[number] = self
+            _by_descriptor[number] = ref(self)
         return number
 
     def getsockname(self) -> Any:
@@ -1350,7 +1351,9 @@ def _returned_flags(flags: int, room: int) -> int:
     return returned
 
 
-_by_descriptor: Final[WeakValueDictionary[int, DropInSocket]] = WeakValueDictionary()
+# References without a callback, which could swallow `KeyboardInterrupt` (`_base.weak_set`).  There
+# are no more of them than the process may have descriptors.
+_by_descriptor: Final[dict[int, ref[DropInSocket]]] = {}
 
 
 def find_drop_in(waitable: object) -> DropInSocket | None:
@@ -1360,7 +1363,8 @@ def find_drop_in(waitable: object) -> DropInSocket | None:
         return None
     if isinstance(waitable, DropInSocket):
         return waitable
-    found = _by_descriptor.get(waitable) if isinstance(waitable, int) else None
+    reference = _by_descriptor.get(waitable) if isinstance(waitable, int) else None
+    found = None if reference is None else reference()
     # The number may belong to another file by now.
     return found if found is not None and found.fileno() == waitable else None
 
@@ -1447,3 +1451,6 @@ def _is_connected(sock: stdlib_socket.socket) -> bool:
     except OSError as error:
         return error.errno != errno.ENOTCONN
     return True
+
+
+protect_module(globals())

@@ -163,6 +163,7 @@ async def _set_factory(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 @wraps(trio.socket.from_stdlib_socket)
+@trio.lowlevel.enable_ki_protection
 def _from_stdlib_socket(sock: stdlib_socket.socket) -> trio.socket.SocketType:
     return _FACTORY.wrap(sock)
 
@@ -173,6 +174,7 @@ _end_waits: Final = trio.lowlevel.notify_closing
 
 
 @wraps(_make_from_descriptor)
+@trio.lowlevel.enable_ki_protection
 def _fromfd(*args: Any, **options: Any) -> trio.socket.SocketType:
     copy = _make_from_descriptor(*args, **options)
     try:
@@ -183,6 +185,7 @@ def _fromfd(*args: Any, **options: Any) -> trio.socket.SocketType:
 
 
 @wraps(_make_socket)
+@trio.lowlevel.enable_ki_protection
 def _socket(*args: Any, **options: Any) -> trio.socket.SocketType:
     made = _make_socket(*args, **options)
     if len(args) < 4 and options.get("fileno") is None:
@@ -195,6 +198,7 @@ def _socket(*args: Any, **options: Any) -> trio.socket.SocketType:
 
 
 @wraps(_end_waits)
+@trio.lowlevel.enable_ki_protection
 def _notify_closing(fd: Any) -> None:
     sock = find_drop_in(fd)
     if sock is None:
@@ -207,6 +211,7 @@ def _with_drop_ins(name: str, wait: Callable[[Any], Awaitable[None]]) -> Any:
     """Let ``wait`` accept drop-in sockets and their descriptors, which do not show arrived data."""
 
     @wraps(wait)
+    @trio.lowlevel.enable_ki_protection
     def wait_for_socket(fd: Any) -> Awaitable[None]:
         # A plain function: a coroutine would add a frame to every wait.
         sock = find_drop_in(fd)
@@ -221,6 +226,7 @@ def _without_nursery(
     open_tcp_stream: Callable[..., Awaitable[trio.SocketStream]],
 ) -> Callable[..., Awaitable[trio.SocketStream]]:
     @wraps(open_tcp_stream)
+    @trio.lowlevel.enable_ki_protection
     async def open_tcp_stream_directly(
         host: str | bytes, port: int, **options: Any
     ) -> trio.SocketStream:
@@ -257,6 +263,7 @@ def _without_nursery(
 
 def _with_hand_out(serve_listeners: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @wraps(serve_listeners)
+    @trio.lowlevel.enable_ki_protection
     async def serve_by_hand_out(
         handler: _Handler,
         listeners: list[Any],
@@ -283,6 +290,7 @@ def _is_drop_in_listener(listener: object) -> bool:
     return listener.socket.can_hand_out
 
 
+@trio.lowlevel.enable_ki_protection
 async def _serve(listener: trio.SocketListener, nursery: trio.Nursery, handler: _Handler) -> None:
     """Run the handler for each connection, with the errors of `trio.serve_listeners`."""
     sock: Any = listener.socket
@@ -321,6 +329,7 @@ async def _handle(listening: DropInSocket, incoming: Incoming, handler: _Handler
 
 def _with_fast_path(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
+    @trio.lowlevel.enable_ki_protection
     def __init__(self: trio.SocketStream, socket: trio.socket.SocketType) -> None:  # noqa: N807
         init(self, socket)
         if isinstance(socket, DropInSocket):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -28,6 +27,7 @@ import trio
 from trio_smc._base.journal import Journal
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import STREAM_COUNTERS, Agreed, StackStatistics
+from trio_smc._base.weak_set import WeakSet
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
 from trio_smc.host.netlink import kernel_ueids
@@ -110,7 +110,7 @@ class GroupTable:
         self.journal: Journal = Journal()
         self.groups: list[LinkGroup] = []
         self.endpoints: dict[object, Endpoint] = {}
-        self.tcp_streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
+        self.tcp_streams: WeakSet[OpenStream] = WeakSet()
         self.handshakes: Counter[str] = Counter[str]()
         self.link_gone: Any = trio.lowlevel.ParkingLot()
         self._config = config

@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -41,6 +41,7 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
+from trio_smc._base.weak_set import WeakSet
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.receiver import Receiver
 from trio_smc.datapath.sender import Sender
@@ -109,6 +110,7 @@ class Attached(Protocol):
         """Give up in a forked child."""
 
 
+@ki_protected
 class Tracked:
     """The context manager of `Runtime.track`."""
 
@@ -134,6 +136,7 @@ class Tracked:
         self._ended()
 
 
+@ki_protected
 class Call(Tracked):
     """The context manager of `Runtime.call`."""
 
@@ -202,11 +205,11 @@ class Runtime:
         self.closing: bool = False
         self.failure: Exception | None = None
         self.unclosed: list[str] = []
-        self._scope = trio.CancelScope(shield=True)
+        self._scope = trio.CancelScope()  # shielded once `run` has started
         self._ended = trio.Event()
         self._listeners: set[Closable] = set()
         # Sockets that may offer SMC-R by the TCP option, now or once there is a RoCE port.
-        self._offering: weakref.WeakSet[trio.socket.SocketType] = weakref.WeakSet()
+        self._offering: WeakSet[trio.socket.SocketType] = WeakSet()
         self._under_way: set[Cancellable] = set()
         self._timers_changed = trio.Event()
         self._alarm: Alarm | None = None
@@ -288,8 +291,8 @@ class Runtime:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the background tasks until `shut_down`; nothing is left afterwards.
 
-        Shielded, so that the data of closed streams is sent although the user was cancelled. A
-        defect in a background task closes the stack and is kept in `failure`.
+        Shielded once it has started, so that the data of closed streams is sent although the user
+        was cancelled. A defect in a background task closes the stack and is kept in `failure`.
         """
         started = False
         try:
@@ -307,6 +310,8 @@ class Runtime:
                         nursery.start_soon(self.groups.tcp_watch.run)
                     nursery.start_soon(self._run_timers)
                     started = True
+                    # If Ctrl-C has interrupted the start, this task is cancelled and has to end.
+                    self._scope.shield = trio.current_effective_deadline() > -math.inf
                     task_status.started()
         except ExceptionGroup as group:
             if not started:
@@ -377,6 +382,10 @@ class Runtime:
         self.check_not_forked()
         if self.closing:
             raise trio.ClosedResourceError("the stack is closed") from self.failure
+
+    def cancel(self) -> None:
+        """End `run` without closing anything in order, because Ctrl-C has interrupted its start."""
+        self._scope.cancel()
 
     async def shut_down(self) -> None:
         """Finish orderly, within about `shutdown_timeout` or until SIGINT, and end `run`."""
@@ -554,7 +563,7 @@ class _Interrupts:
 
 
 _INTERRUPTS = _Interrupts()
-_RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_RUNTIMES: WeakSet[Runtime] = WeakSet()
 
 
 def _after_fork() -> None:

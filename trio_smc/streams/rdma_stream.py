@@ -861,6 +861,7 @@ class RdmaStream(SmcStream):
 trio.SocketStream.register(RdmaStream)
 
 
+@ki_protected
 class _RingView(ReceiveView):
     """A view of the ring of an `RdmaStream`."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import trio
 
+from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.host.tcp import carried_bytes, close_with_reset, unread_bytes
@@ -49,6 +50,7 @@ _VIEW_SIZE: Final = 128 * 1024
 """The most bytes of a view, each of which is copied: as `receive_some` of a stream over SMC-R."""
 
 
+@ki_protected
 class TcpStream(SmcStream):
     """A connection over plain TCP.
 
@@ -214,6 +216,7 @@ _URGENT_NOW: Final = stdlib_socket.MSG_OOB | stdlib_socket.MSG_DONTWAIT
 _FAILURE_EVENTS: Final = select.EPOLLERR | select.EPOLLHUP
 
 
+@ki_protected
 class _PeekedView(ReceiveView):
     """A view of bytes that stay in the socket until the end of the block."""
 
@@ -255,6 +258,7 @@ class _PeekedView(ReceiveView):
                 await stream.socket.recv(count, stdlib_socket.MSG_TRUNC)
 
 
+@ki_protected
 class TcpUrgent:
     """Urgent data of a TCP socket.
 

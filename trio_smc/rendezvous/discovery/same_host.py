@@ -53,7 +53,6 @@ limit the state per client.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +60,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
+from trio_smc._base.weak_set import WeakSet
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.platform import is_supported
 from trio_smc.host.private_directory import (
@@ -90,7 +90,7 @@ class Discovery(Announcer):
         """The parameters are those of `Announcer`."""
         super().__init__(private, timers, spinner, ended)
         self._answerer = Answerer(self.names, timers, spinner, self._is_named)
-        self._publications: weakref.WeakSet[Publication] = weakref.WeakSet()
+        self._publications: WeakSet[Publication] = WeakSet()
 
     def open(self) -> None:
         """Open the descriptors that a stack keeps, if the private directory exists.
