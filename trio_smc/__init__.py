@@ -21,7 +21,7 @@ import logging
 
 from trio_smc._api import open_listeners, open_stack, open_stream, serve
 from trio_smc._base import release as _release
-from trio_smc._base.errors import ProtocolError, SmcUnavailable
+from trio_smc._base.errors import NoStack, ProtocolError, SmcUnavailable
 from trio_smc._base.observer import BaseObserver, Observer
 from trio_smc._base.public import publish as _publish
 from trio_smc._base.reasons import Fallback, FallbackReason, Mode, Origin
@@ -35,6 +35,7 @@ from trio_smc.datapath import cursor as _cursor
 from trio_smc.rendezvous.discovery.option_setup import set_up_tcp_option, tear_down_tcp_option
 from trio_smc.rnic.roce.device import VerbsRnic
 from trio_smc.rnic.soft.device import SoftRnic
+from trio_smc.rnic.verbs import RnicError
 from trio_smc.sockets.enable import disable, enable
 from trio_smc.streams.connection_views import ConnectionCursors, ConnectionView
 from trio_smc.streams.group_views import LinkGroupKind, LinkView, RmbView
@@ -54,10 +55,12 @@ __all__ = [
     "LinkGroupKind",
     "LinkView",
     "Mode",
+    "NoStack",
     "Observer",
     "Origin",
     "ProtocolError",
     "RmbView",
+    "RnicError",
     "Settings",
     "SmcListener",
     "SmcSocket",

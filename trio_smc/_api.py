@@ -133,8 +133,8 @@ async def open_stack(config: Config | None = None) -> AsyncIterator[Stack]:
         of the environment (`load_settings`).
 
     Raises:
-      OSError: an RNIC of ``config.rnics`` cannot be opened, or ``config.capture`` cannot be
-        written.
+      RnicError: an OSError; an RNIC of ``config.rnics`` cannot be opened.
+      OSError: ``config.capture`` cannot be written.
       ValueError: the environment has no valid settings.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
@@ -237,6 +237,7 @@ async def open_stream(
         (ECONNRESET) or timed out (ETIMEDOUT), after which there is no fallback (RFC 7609, C.5,
         C.6).
       SmcUnavailable: an OSError; ``config.require_smc`` is set and SMC-R cannot be used.
+      NoStack: an OSError; the default stack cannot be opened.
       trio.ClosedResourceError: the stack was left.
       ValueError: ``config`` changes a setting of the stack.
       RuntimeError: called in a forked child.
@@ -268,6 +269,7 @@ async def open_listeners(
 
     Raises:
       OSError: the address cannot be listened on.
+      NoStack: an OSError; the default stack cannot be opened.
       trio.ClosedResourceError: the stack was left.
       ValueError: ``config`` changes a setting of the stack.
       RuntimeError: called in a forked child.

@@ -7,6 +7,7 @@ import errno
 import gc
 import socket
 import threading
+import traceback
 import warnings
 from collections.abc import AsyncIterator
 from functools import partial
@@ -138,9 +139,11 @@ def test_a_failed_default_stack_is_opened_again(monkeypatch: pytest.MonkeyPatch)
     async def main() -> None:
         with monkeypatch.context() as patch:
             patch.setattr("os.eventfd", no_descriptors)
-            with pytest.raises(OSError, match="no default stack") as caught:
+            with pytest.raises(trio_smc.NoStack, match="no default stack") as caught:
                 await trio_smc.open_stream(HOST, 1)
             assert caught.value.errno == errno.EMFILE
+            [line] = traceback.format_exception_only(caught.value)
+            assert line.startswith("trio_smc.NoStack: ")
         listeners = await trio_smc.open_listeners(0, host=HOST)
         await close_all(*listeners)
 

@@ -306,6 +306,39 @@ def test_missing_directories_above_are_not_made(tmp_path: Path) -> None:
     assert not path.parent.exists()
 
 
+@pytest.mark.parametrize("kind", ["directory", "file", "nothing", "loop"])
+def test_a_symbolic_link_is_named(tmp_path: Path, kind: str) -> None:
+    """The user's own links are not followed either; the message says which path to use."""
+    path, target = tmp_path / "link", tmp_path / "target"
+    path.symlink_to("link" if kind == "loop" else target)
+    remedy = "name a directory"
+    if kind == "directory":
+        target.mkdir(mode=0o700)
+        remedy = f"name the directory itself, {target.resolve()}"
+    elif kind == "file":
+        target.touch()
+    text = f"{path} is a symbolic link, which trio_smc does not follow: {remedy}"
+    for create in (True, False):
+        with pytest.raises(DirectoryUnusable) as caught:
+            PrivateDirectory.open(path, create=create)
+        assert str(caught.value) == text
+        assert caught.value.reason is FallbackReason.DIRECTORY_UNUSABLE
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_the_target_of_another_users_link_is_not_named(tmp_path: Path) -> None:
+    path = tmp_path / "link"
+    path.symlink_to(tmp_path)
+    other = 65534
+    os.chown(path, other, other, follow_symlinks=False)
+    with pytest.raises(DirectoryUnusable) as caught:
+        PrivateDirectory.open(path, create=False)
+    assert str(caught.value) == (
+        f"{path} is a symbolic link, which trio_smc does not follow; it belongs to user {other}: "
+        "name a directory of your own"
+    )
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o2770, 0o1770, 0o3775, 0o3750, 0o750])
 def test_no_other_mode_shares_a_directory(tmp_path: Path, mode: int) -> None:
     path = shared_with(tmp_path / "shared", os.getegid(), mode)

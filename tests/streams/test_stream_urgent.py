@@ -174,6 +174,26 @@ async def test_a_cancelled_urgent_send_leaves_nothing_urgent(smc: Pairs) -> None
     await close_both(pair)
 
 
+@pytest.mark.parametrize("name", ["wait_urgent", "receive_urgent"])
+async def test_a_closed_stream(pairs: Pairs, name: str) -> None:
+    """The texts are those of Trio."""
+    a, b = await pairs.make()
+    call: Callable[[], Awaitable[object]] = getattr(b, name)
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+
+            async def wait() -> None:
+                with pytest.raises(trio.ClosedResourceError, match="another task closed this fd"):
+                    await call()
+
+            nursery.start_soon(wait)
+            await wait_all_tasks_blocked(0.01)
+            await b.aclose()
+        with pytest.raises(trio.ClosedResourceError, match="this socket was already closed"):
+            await call()
+        await a.aclose()
+
+
 async def test_a_large_urgent_send_from_a_buffer_that_changes(pairs: Pairs) -> None:
     a, b = pair = await pairs.make()
     buffer = bytearray(b"\1" * 300_000 + b"!")

@@ -25,7 +25,7 @@ import trio_smc
 from tests.timing import PATIENCE
 from tests.tools.tools_processes import LIMIT, ROOT, command, one_line, quick_command, running
 from trio_smc.control import protocol as control
-from trio_smc.tools import cli
+from trio_smc.tools import cli, site
 
 RUN = [sys.executable, "-m", "trio_smc.tools"]
 SHOW = (
@@ -402,6 +402,17 @@ def test_run_with_a_release_that_has_no_load_settings(
     monkeypatch.delenv("TRIO_SMC_CONFIG")
     monkeypatch.delenv("TRIO_SMC_DIRECTORY")
     assert names["_settings"](package) == trio_smc.Config()
+
+
+def test_the_hook_repeats_the_list_of_enable() -> None:
+    program = (
+        "import sitecustomize as hook, trio; from trio_smc.sockets import enable; "
+        "print(hook.run_starters(trio) == list(enable.RUNS), len(enable.RUNS))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(site.__file__).parent)}
+    environment.pop("TRIO_SMC_RUN", None)
+    command = [sys.executable, "-c", program]
+    assert subprocess.check_output(command, env=environment, text=True) == "True 3\n"
 
 
 async def test_a_missing_directory_above_is_named_and_not_made(

@@ -367,6 +367,10 @@ async def test_directories_that_a_group_cannot_share_yet(
     line = one_line(await quick_command("ss", "--directory", shared))
     assert output in line
     assert "chmod 700" not in line
+    # Root need not be in the group to inspect it.
+    more = f"; as root: --user NAME --directory {shared}, or --all"
+    assert line.rstrip().endswith(more) == ((group, mode) == (USER, 0o3770))
+    assert "--all" not in one_line(await quick_command("drain", "soft0", "--directory", shared))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         done = await quick_command("check", "127.0.0.1", port, "--directory", shared)

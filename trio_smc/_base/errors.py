@@ -29,7 +29,9 @@ class HandshakeCut(ConnectionResetError):
 
 
 class NoStack(OSError):
-    """The default stack cannot be opened.
+    """The default stack of a Trio run cannot be opened; the cause is the ``__cause__``.
+
+    A function that uses the default stack raises it.  The next call tries again.
 
     Attributes:
       allows_tcp: the cause is a lack of descriptors or memory, and SMC-R is not required.

@@ -50,6 +50,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
+from trio_smc._base.printable import printable
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc.host.descriptors import refuse_descriptors
@@ -215,6 +216,24 @@ def shared_group(path: Path, found: os.stat_result) -> int | None:
     return found.st_gid
 
 
+def _why_link(path: Path, found: os.stat_result) -> tuple[str, str] | None:
+    """The cause why a symbolic link is no private directory, and a remedy; None: it is no link.
+
+    The text names the target only if no other user can have chosen it.
+
+    path: the path of the directory.
+    found: its status; that of the link itself.
+    """
+    if not stat.S_ISLNK(found.st_mode):
+        return None
+    cause = f"{path} is a symbolic link, which trio_smc does not follow"
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{cause}; it belongs to user {found.st_uid}", "name a directory of your own"
+    if not path.is_dir():
+        return cause, "name a directory"
+    return cause, f"name the directory itself, {printable(os.path.realpath(path), None)}"
+
+
 def _why_not_shared(path: Path, found: os.stat_result) -> tuple[str, str] | None:
     """The cause why a group's directory is not shared, and a remedy that lets the group share it.
 
@@ -318,12 +337,13 @@ class PrivateDirectory:
                 raise DirectoryUnusable(reason, text, errno.ENOENT) from None
             raise
         except OSError as error:
-            shared = None
+            known = None
             with contextlib.suppress(OSError):
-                shared = _why_not_shared(path, os.lstat(path))
+                found = os.lstat(path)
+                known = _why_link(path, found) or _why_not_shared(path, found)
             problem = unusable(error, path)
-            if shared is not None:
-                cause, remedy = shared
+            if known is not None:
+                cause, remedy = known
                 raise DirectoryUnusable(problem.reason, cause, remedy=remedy) from error
             raise problem from error
         found = os.fstat(descriptor)

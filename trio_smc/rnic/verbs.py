@@ -76,7 +76,10 @@ _UNREAD: Final = memoryview(bytearray(PROGRESS_SIZE)).cast("Q")  # words that no
 
 
 class RnicError(OSError):
-    """A verb was refused: wrong state, no memory, device gone."""
+    """An RNIC refused an operation: wrong state, no memory, device gone.
+
+    `trio_smc.open_stack` raises it if an RNIC of ``Config.rnics`` cannot be opened.
+    """
 
 
 @contextlib.contextmanager

@@ -49,6 +49,7 @@ from trio_smc.rnic.roce.hotplug import active_ports
 from trio_smc.sockets.drop_in import DropInFactory, DropInSocket, find_drop_in
 
 __all__ = [
+    "RUNS",
     "disable",
     "enable",
 ]
@@ -58,7 +59,7 @@ _Handler = Callable[[trio.SocketStream], Awaitable[object]]
 
 _LOGGER: Final = logging.getLogger("trio.serve_listeners")
 _FACTORY: Final = DropInFactory(find_stack, current_config)
-_RUNS: Final = tuple(
+RUNS: Final = tuple(
     (module, name)
     for module, name in (
         (trio, "run"),
@@ -67,7 +68,8 @@ _RUNS: Final = tuple(
     )
     if hasattr(module, name)
 )
-"""The functions that start a run."""
+"""The functions that start a run.  `run_starters` in trio_smc/tools/site/sitecustomize.py repeats
+the list."""
 _originals: dict[tuple[Any, str], Any] = {}
 
 
@@ -89,7 +91,7 @@ def enable(config: Config | None = None) -> None:
         set_default_config(config)
     default_config()  # raises ValueError here, and not when the first socket is made
     if not _originals:
-        for module, name in _RUNS:
+        for module, name in RUNS:
             _patch(module, name, _with_factory(getattr(module, name)))
         _patch(trio.socket, "from_stdlib_socket", _from_stdlib_socket)
         _patch(trio.socket, "fromfd", _fromfd)

@@ -703,7 +703,8 @@ class RdmaStream(SmcStream):
         """Wait until the peer has urgent data; see `SmcStream.wait_urgent`."""
         with self._taking_urgent:
             await trio.lowlevel.checkpoint()
-            while not self._closed:
+            self._check_open()
+            while True:
                 match self._receiver.urgent:
                     case "pending":
                         return "pending"
@@ -713,13 +714,14 @@ class RdmaStream(SmcStream):
                     self._translating(self._receiver.receive_urgent)  # raises if it has failed
                     raise trio.EndOfChannel(NO_MORE_URGENT)
                 await self._parking.urgent()
-            raise trio.ClosedResourceError(CLOSED)
+                self._check_open(waited=True)
 
     async def receive_urgent(self) -> bytes:
         """Receive the urgent byte; see `SmcStream.receive_urgent`."""
         with self._taking_urgent:
             await trio.lowlevel.checkpoint()
-            while not self._closed:
+            self._check_open()
+            while True:
                 if self._receiver.urgent_inline:
                     raise urgent_inline_error()
                 byte = self._translating(self._receiver.receive_urgent)
@@ -728,7 +730,7 @@ class RdmaStream(SmcStream):
                 if self._receiver.urgent_over:
                     raise trio.EndOfChannel(NO_MORE_URGENT)
                 await self._parking.urgent()
-            raise trio.ClosedResourceError(CLOSED)
+                self._check_open(waited=True)
 
     # --- ending ----------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import json
 import os
 import selectors
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -128,6 +129,24 @@ class NotOwner(NoResult):
         if "user" in options:
             return f"{self} (as root: --user {self._owner}{self._more})"
         return f"{self} (run this command as user {self._owner})"
+
+
+class NotMember(ToolError):
+    """Root names a directory that a group shares, and is not in the group.
+
+    Args:
+      text: the error with a remedy.
+      directory: the directory.
+    """
+
+    def __init__(self, text: str, directory: Path) -> None:
+        super().__init__(text)
+        self._directory = directory
+
+    def line(self, options: argparse.Namespace) -> str:
+        if "user" not in options:
+            return str(self)
+        return f"{self}; as root: --user NAME --directory {self._directory}, or --all"
 
 
 @dataclass(slots=True)
@@ -493,16 +512,23 @@ def _opened(directory: Path) -> Iterator[PrivateDirectory | None]:
         except FileNotFoundError:
             pass
         except DirectoryUnusable as error:
-            raise _of_another_user(directory) or ToolError(str(error)) from None
+            raise _of_another_user(directory, str(error)) or ToolError(str(error)) from None
         except OSError as error:
             raise ToolError(f"{directory}: {error.strerror}") from None
         yield below
 
 
-def _of_another_user(directory: Path) -> NotOwner | None:
-    """The error if root names the directory of another user."""
+def _of_another_user(directory: Path, text: str) -> NotOwner | NotMember | None:
+    """The error if root names the directory of another user, or of a group of other users.
+
+    text: the error if it does not depend on the command's options.
+    """
     with contextlib.suppress(OSError):
-        owner = os.lstat(directory).st_uid
+        found = os.lstat(directory)
+        owner = found.st_uid
+        if os.geteuid() == 0 and owner == 0 and stat.S_IMODE(found.st_mode) == 0o3770:
+            # That mode shares it, so the only reason is that root is not in the group.
+            return NotMember(text, directory)
         if os.geteuid() == 0 and owner != 0:
             text = f"{directory} belongs to user {user_name(owner)}, and root does not use it"
             return NotOwner(text, owner, f" --directory {directory}")

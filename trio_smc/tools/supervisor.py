@@ -292,10 +292,8 @@ def supervise(
             try:
                 reports.start(child.pid)
             except OSError as error:
-                if require or report:
-                    child.kill()
-                    child.wait()
-                _cannot_report(f"receive reports: {error_text(error)}", error, require or report)
+                what = f"receive reports: {error_text(error)}"
+                _cannot_report(what, error, require or report, child)
             _wait(child, tree, reports, require)
             orphans = _has_orphans(child.pid)
             reports.finish()
@@ -326,9 +324,18 @@ def _open_reports(tree: Tree, *, required: bool) -> ReportSocket | NoReports:
         return NoReports()
 
 
-def _cannot_report(what: str, error: OSError, required: bool) -> None:
-    """Warn that PROGRAM's processes cannot report; raise ToolError if they are ``required`` to."""
+def _cannot_report(
+    what: str, error: OSError, required: bool, child: subprocess.Popen[bytes] | None = None
+) -> None:
+    """Warn that PROGRAM's processes cannot report.
+
+    If they are ``required`` to, kill the ``child``, which is PROGRAM if it runs, and raise
+    ToolError.
+    """
     if required:
+        if child is not None:
+            child.kill()
+            child.wait()
         raise ToolError(f"cannot {what}") from error
     print_error(f"trio-smc run: warning: cannot {what}; problems of the program are not reported")
 

@@ -99,10 +99,19 @@ def _enable() -> None:
     trio_smc.enable(config)
     import trio
 
-    runs = (trio, "run"), (trio.lowlevel, "start_guest_run"), (sys.modules.get("trio._core"), "run")
-    for module, name in runs:
-        if hasattr(module, name):
-            setattr(module, name, _reporting(getattr(module, name)))
+    for module, name in run_starters(trio):
+        setattr(module, name, _reporting(getattr(module, name)))
+
+
+def run_starters(trio: Any) -> list[tuple[Any, str]]:
+    """The functions of Trio that start a run.
+
+    The same list as `RUNS` in trio_smc/sockets/enable.py.  It is repeated because this file must
+    also work with a trio_smc of an older release, which does not have it.
+    """
+    core = sys.modules.get("trio._core")
+    found = (trio, "run"), (trio.lowlevel, "start_guest_run"), (core, "run")
+    return [(module, name) for module, name in found if hasattr(module, name)]
 
 
 def _settings(trio_smc: Any) -> Any:
