@@ -47,6 +47,7 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import LACK_ERRORS
+from trio_smc._base.waits import wait_readable
 from trio_smc.connecting.accept import Arrival
 from trio_smc.connecting.acceptance import Acceptance
 from trio_smc.connecting.established import HandshakeHost
@@ -104,9 +105,6 @@ has a measurement with this value only (short connections 0.57 and 0.63 times TC
 _MAX_BACKLOG: Final = 0xFFFF
 
 
-_wait_readable: Final = trio.lowlevel.wait_readable  # looked up before `enable` replaces it
-
-
 class _PlainSocket(stdlib_socket.socket):
     """A socket whose `accept` is 4 µs faster, because it makes no enumerations."""
 
@@ -132,7 +130,7 @@ class _Readiness:
             raise
 
     async def wait(self) -> None:
-        await _wait_readable(self._epoll.fileno())
+        await wait_readable(self._epoll.fileno())
 
     def close(self) -> None:
         self._epoll.close()
@@ -355,7 +353,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         Raises trio.ClosedResourceError: the listener is closed, or `end_waits` was called.
         """
         if self._acceptance.is_on_demand:
-            await _wait_readable(self.socket)
+            await wait_readable(self.socket)
             return
         await trio.lowlevel.checkpoint()
         while not (self._ready or self._closed or self._error is not None):
@@ -534,7 +532,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 if isinstance(stream, RdmaStream):
                     await stream.receive_by(lambda: stream.is_readable() or None)
                 else:
-                    await trio.lowlevel.wait_readable(stream.socket)
+                    await wait_readable(stream.socket)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the stream reports the error
         except BaseException:
@@ -713,7 +711,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if self._readiness is not None:
             await self._readiness.wait()
         else:
-            await _wait_readable(self.socket)
+            await wait_readable(self.socket)
 
     async def _after_error(self, error: OSError) -> None:
         """Continue after an error of accept(2), or end the listener."""

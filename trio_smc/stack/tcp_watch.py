@@ -23,6 +23,7 @@ from typing import Final, Literal, Protocol
 import trio
 
 from trio_smc._base.interrupts import ki_protected
+from trio_smc._base.waits import wait_readable
 from trio_smc.host.tcp import peer_end, unread_bytes
 
 __all__ = ["TcpWatch", "TcpWatcher"]
@@ -102,7 +103,7 @@ class TcpWatch:
         """Serve until cancelled; never raises."""
         while True:
             with trio.CancelScope(deadline=self._register_at) as self._sleep_scope:
-                await trio.lowlevel.wait_readable(self._epoll.fileno())
+                await wait_readable(self._epoll.fileno())
             if self._epoll.closed:
                 await trio.sleep_forever()  # in a forked child
             if trio.current_time() >= self._register_at:
