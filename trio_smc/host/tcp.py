@@ -13,12 +13,15 @@ from typing import Final, Literal
 
 import trio
 
+from trio_smc._base.waits import notify_closing
+
 __all__ = [
     "CLOSE",
     "CLOSE_WAIT",
     "ESTABLISHED",
     "backlog",
     "carried_bytes",
+    "close_past_program",
     "close_unread",
     "close_with_reset",
     "consume_error",
@@ -68,7 +71,18 @@ def close_with_reset(sock: trio.socket.SocketType) -> None:
     """Close a TCP socket so that the peer receives RST."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-    sock.close()
+    close_past_program(sock)
+
+
+def close_past_program(sock: trio.socket.SocketType) -> None:
+    """Close the TCP socket of an SMC-R connection, whose stream the program may still use.
+
+    Trio's `close` calls `trio.lowlevel.notify_closing`.  With the function that `enable` installs
+    there, the program's calls of the stream would end.
+    """
+    end_waits(sock)
+    if (number := sock.detach()) >= 0:
+        socket.close(number)
 
 
 def close_unread(sock: trio.socket.SocketType) -> None:
@@ -134,7 +148,7 @@ def end_waits(sock: trio.socket.SocketType | socket.socket) -> None:
     No-op if the socket is closed, because its number may belong to another file by now.
     """
     if sock.fileno() >= 0:
-        trio.lowlevel.notify_closing(sock)
+        notify_closing(sock)
 
 
 def has_news(sock: trio.socket.SocketType | socket.socket) -> bool:

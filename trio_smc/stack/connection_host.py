@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from trio_smc._base.errors import ProtocolError
-from trio_smc.host.tcp import close_with_reset, resets_on_close
+from trio_smc.host.tcp import close_past_program, close_with_reset, resets_on_close
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,7 +174,7 @@ class Endpoint:
                 # With SO_LINGER, close(2) could send RST instead of FIN.
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_BY_FIN)
-            sock.close()
+            close_past_program(sock)
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection; unknown, "none", before it is adopted."""
