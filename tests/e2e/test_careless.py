@@ -18,6 +18,7 @@ import trio_smc
 from tests.e2e import careless
 from tests.timing import PATIENCE, SLOWER
 from trio_smc import Config, SmcStream
+from trio_smc.rendezvous import handshake
 from trio_smc.rendezvous.negotiation import Negotiation
 
 QUICK_EXIT = 0.2 * SLOWER
@@ -116,7 +117,7 @@ async def test_a_process_that_ends_behind_its_confirm(monkeypatch: pytest.Monkey
     seen = Seen()
     clients: list[trio.Process] = []
     held: list[Negotiation] = []
-    sent, wait_readable = Negotiation.sent, trio.lowlevel.wait_readable
+    sent = Negotiation.sent
 
     def wait_for_its_end(negotiation: Negotiation) -> None:
         sent(negotiation)
@@ -128,10 +129,10 @@ async def test_a_process_that_ends_behind_its_confirm(monkeypatch: pytest.Monkey
     async def wait_readable_later(sock: Any) -> None:
         for _ in range(50 if held else 0):
             await trio.lowlevel.checkpoint()
-        await wait_readable(sock)
+        await trio.lowlevel.wait_readable(sock)
 
     monkeypatch.setattr(Negotiation, "sent", wait_for_its_end)
-    monkeypatch.setattr(trio.lowlevel, "wait_readable", wait_readable_later)
+    monkeypatch.setattr(handshake, "wait_readable", wait_readable_later)
     async with serving(seen.handler, spin=0) as port:
         client = await trio.lowlevel.open_process(command("_exit", "ours", port, 2))
         clients.append(client)

@@ -67,6 +67,8 @@ async def test_a_tcp_connection_is_watched_later(monkeypatch: pytest.MonkeyPatch
             return getattr(self.epoll, name)
 
     class Watcher:
+        owns_number = True
+
         def __init__(self) -> None:
             self.reported = trio.Event()
 

@@ -20,6 +20,8 @@ from trio_smc.stack.tcp_watch import TcpWatch
 class Watcher:
     """Records its notifications."""
 
+    owns_number = True
+
     def __init__(self) -> None:
         self.data = trio.Event()
         self.reset = trio.Event()

@@ -12,6 +12,7 @@ from trio.socket import SocketType, from_stdlib_socket
 
 from trio_smc._base.errors import HandshakeCut
 from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc._base.waits import wait_readable
 from trio_smc.connecting.established import HandshakeHost, established_stream
 from trio_smc.host.addresses import (
     Prefix,
@@ -389,7 +390,7 @@ async def _proposal_follows(sock: trio.socket.SocketType, patience: float) -> bo
             while len(first) < _EYE_CATCHER_SIZE:
                 # A stream shorter than an eye catcher stays readable but does not grow.
                 sock.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_RCVLOWAT, len(first) + 1)
-                await trio.lowlevel.wait_readable(sock)
+                await wait_readable(sock)
                 state = tcp_state(sock)
                 if state == CLOSE and not unread_bytes(sock):
                     return False  # `recv` would consume the error, which is the application's

@@ -33,6 +33,7 @@ import trio
 from trio.socket import from_stdlib_socket
 
 from trio_smc._base.reasons import FallbackReason
+from trio_smc._base.waits import wait_writable
 from trio_smc.host.addresses import (
     is_same_host,
     plain_address,
@@ -329,7 +330,7 @@ async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
         error = error or errno.EINPROGRESS
     if error == errno.EINPROGRESS:
         with stack.call():
-            await trio.lowlevel.wait_writable(bare)
+            await wait_writable(bare)
         error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
     if error:
         # The text is Trio's, because programs may look for it.

@@ -47,13 +47,14 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import LACK_ERRORS
+from trio_smc._base.waits import wait_readable
 from trio_smc.connecting.accept import Arrival
 from trio_smc.connecting.acceptance import Acceptance
 from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
 from trio_smc.host.platform import is_supported
 from trio_smc.host.real_time import move_on_after, move_on_at
-from trio_smc.host.tcp import backlog, queued
+from trio_smc.host.tcp import backlog, queued, socket_cookie
 from trio_smc.rnic.spinner import AcceptSpin
 from trio_smc.streams.rdma_stream import RdmaStream
 
@@ -91,7 +92,6 @@ LEAST_BACKLOG: Final = 4096
 """Connections that may wait in the kernel at least; net.core.somaxconn, whose default is the same,
 may limit it further.  Chosen."""
 _DEFER_ACCEPT: Final = (stdlib_socket.IPPROTO_TCP, getattr(stdlib_socket, "TCP_DEFER_ACCEPT", 9))
-_SO_COOKIE: Final = 57  # asm-generic/socket.h
 _HANDSHAKES_PER_STREAM: Final = 4
 """Handshakes under way for each stream that may wait for `accept`.  Chosen; no measurement is
 recorded."""
@@ -102,9 +102,6 @@ has a measurement with this value only (short connections 0.57 and 0.63 times TC
 
 # The kernel keeps the backlog in 16 bits. It may truncate a larger number.
 _MAX_BACKLOG: Final = 0xFFFF
-
-
-_wait_readable: Final = trio.lowlevel.wait_readable  # looked up before `enable` replaces it
 
 
 class _PlainSocket(stdlib_socket.socket):
@@ -132,7 +129,7 @@ class _Readiness:
             raise
 
     async def wait(self) -> None:
-        await _wait_readable(self._epoll.fileno())
+        await wait_readable(self._epoll.fileno())
 
     def close(self) -> None:
         self._epoll.close()
@@ -223,7 +220,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._of_program = of_program
         shared = of_program and is_supported()
         self._readiness = _Readiness(sock) if shared else None
-        self._cookie = _cookie(sock) if shared else b""
+        self._cookie = socket_cookie(sock) if shared else b""
         self._stack = stack
         self._config = config
         self._ready: deque[SmcStream] = deque()
@@ -289,7 +286,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if not self._cookie:
             return True
         try:
-            return _cookie(self.socket) == self._cookie
+            return socket_cookie(self.socket) == self._cookie
         except OSError:  # closed, or a file that is no socket
             return False
 
@@ -356,7 +353,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         Raises trio.ClosedResourceError: the listener is closed, or `end_waits` was called.
         """
         if self._acceptance.is_on_demand:
-            await _wait_readable(self.socket)
+            await wait_readable(self.socket)
             return
         await trio.lowlevel.checkpoint()
         while not (self._ready or self._closed or self._error is not None):
@@ -535,7 +532,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
                 if isinstance(stream, RdmaStream):
                     await stream.receive_by(lambda: stream.is_readable() or None)
                 else:
-                    await trio.lowlevel.wait_readable(stream.socket)
+                    await wait_readable(stream.socket)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the stream reports the error
         except BaseException:
@@ -714,7 +711,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         if self._readiness is not None:
             await self._readiness.wait()
         else:
-            await _wait_readable(self.socket)
+            await wait_readable(self.socket)
 
     async def _after_error(self, error: OSError) -> None:
         """Continue after an error of accept(2), or end the listener."""
@@ -749,17 +746,6 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         """A connection was passed on or closed, so there is room for another one."""
         self._in_listener -= 1
         self._room_changed.set()
-
-
-def _cookie(sock: trio.socket.SocketType) -> bytes:
-    """The kernel's number of a socket, which no other socket of the system has.
-
-    A system without this number has inodes, which differ between sockets that are open.
-    """
-    try:
-        return sock.getsockopt(stdlib_socket.SOL_SOCKET, _SO_COOKIE, 8)
-    except OSError:
-        return b"inode %d" % os.fstat(sock.fileno()).st_ino
 
 
 def _busy() -> trio.BusyResourceError:

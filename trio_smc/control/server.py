@@ -26,6 +26,7 @@ import trio
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.interrupts import ki_protected
+from trio_smc._base.waits import notify_closing, wait_readable
 from trio_smc.config.config import Config
 from trio_smc.control import protocol as control
 from trio_smc.control.sizes import SizeCounter
@@ -172,7 +173,7 @@ class ControlSocket:
             await trio.sleep(CAPACITY_PAUSE)
             return None
         try:
-            await trio.lowlevel.wait_readable(self._socket)
+            await wait_readable(self._socket)
             client, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return None
@@ -200,7 +201,7 @@ class ControlSocket:
         finally:
             self._slots.release_on_behalf_of(token)
             self._clients.discard(client)
-            trio.lowlevel.notify_closing(client)
+            notify_closing(client)
             self._closer.discard(client)
 
     async def _answer(self, stream: _Client, scope: trio.CancelScope) -> None:
@@ -344,7 +345,7 @@ class _Client(trio.abc.Stream):
           trio.BrokenResourceError: the client has reset the connection, or sent a descriptor.
         """
         while True:
-            await trio.lowlevel.wait_readable(self.socket)
+            await wait_readable(self.socket)
             try:
                 return receive_bytes(self.socket, max_bytes or control.REQUEST_LIMIT)
             except BlockingIOError:

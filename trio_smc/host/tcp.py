@@ -13,17 +13,20 @@ from typing import Final, Literal
 
 import trio
 
+from trio_smc._base.waits import notify_closing
+
 __all__ = [
     "CLOSE",
     "CLOSE_WAIT",
     "ESTABLISHED",
     "backlog",
     "carried_bytes",
-    "close_under_number",
+    "close_past_program",
     "close_unread",
     "close_with_reset",
     "consume_error",
     "disconnect",
+    "end_connection",
     "end_waits",
     "has_news",
     "has_urgent_byte",
@@ -33,6 +36,7 @@ __all__ = [
     "queued",
     "reset_on_close",
     "resets_on_close",
+    "socket_cookie",
     "tcp_state",
     "unread_bytes",
     "unsent_bytes",
@@ -44,6 +48,7 @@ if sys.platform == "linux":  # on other systems every connection is TCP and need
     import termios
 
 _end_waits: Final = trio.lowlevel.notify_closing  # the kernel's waits: `enable` replaces the name
+_SO_COOKIE: Final = 57  # asm-generic/socket.h
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _DISCARDED: Final = 4096
 _MOST_DISCARDED: Final = 16
@@ -77,24 +82,31 @@ def reset_on_close(sock: trio.socket.SocketType) -> None:
     """Let the peer receive RST when this TCP socket is closed."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    close_past_program(sock)
 
 
-def close_under_number(sock: trio.socket.SocketType) -> socket.socket:
-    """Close a TCP socket whose descriptor number a program may still use.
+def close_past_program(sock: trio.socket.SocketType) -> None:
+    """Close the TCP socket of an SMC-R connection, whose stream the program may still use.
 
-    Returns a socket at the end of its stream, which has that number until it is closed.  So no file
-    that the program opens gets the number meanwhile.
-
-    Raises:
-      OSError: no descriptors are free; the socket stays open.
+    Trio's `close` calls `trio.lowlevel.notify_closing`.  With the function that `enable` installs
+    there, the program's calls of the stream would end.
     """
-    ended, peer = socket.socketpair()
-    peer.close()
-    with ended:
-        number = sock.fileno()
-        _end_waits(sock)
-        os.dup2(ended.fileno(), number, inheritable=os.get_inheritable(number))
-    return socket.socket(fileno=sock.detach())
+    end_waits(sock)
+    if (number := sock.detach()) >= 0:
+        socket.close(number)
+
+
+def end_connection(sock: trio.socket.SocketType, *, reset: bool) -> bool:
+    """End a TCP connection by FIN or RST, and leave its descriptor open, which then shows the end.
+
+    Returns:
+      False if only closing the socket can send RST.
+    """
+    if reset and not disconnect(sock):
+        return False
+    with contextlib.suppress(OSError):  # not connected
+        sock.shutdown(socket.SHUT_RDWR)
+    return True
 
 
 def close_unread(sock: trio.socket.SocketType) -> None:
@@ -160,7 +172,7 @@ def end_waits(sock: trio.socket.SocketType | socket.socket) -> None:
     No-op if the socket is closed, because its number may belong to another file by now.
     """
     if sock.fileno() >= 0:
-        trio.lowlevel.notify_closing(sock)
+        notify_closing(sock)
 
 
 def has_news(sock: trio.socket.SocketType | socket.socket) -> bool:
@@ -199,6 +211,20 @@ def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
             return False
         raise
     return True
+
+
+def socket_cookie(sock: trio.socket.SocketType) -> bytes:
+    """The kernel's number of a socket, which no other socket of the system has.
+
+    A system without this number has inodes, which differ between sockets that are open.
+
+    Raises:
+      OSError: the descriptor is closed.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
+    except OSError:
+        return b"inode %d" % os.fstat(sock.fileno()).st_ino
 
 
 def is_open(sock: trio.socket.SocketType | socket.socket) -> bool:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from trio_smc._base.errors import ProtocolError
+from trio_smc._base.waits import wait_readable, wait_writable
 from trio_smc.host.tcp import end_waits, peer_end, unread_bytes
 from trio_smc.rendezvous.negotiation import Established, Failed
 from trio_smc.wire.clc import MAX_MESSAGE_SIZE, ClcReader
@@ -151,7 +152,7 @@ async def _wait(negotiation: Negotiation, sock: _Socket, timers: Timers, deadlin
     timer = timers.call_at(deadline, expire) if negotiation.awaits_clc else None
     negotiation.changed = partial(end_waits, sock)
     try:
-        await trio.lowlevel.wait_readable(_descriptor(sock))
+        await wait_readable(_descriptor(sock))
     except trio.ClosedResourceError:
         return expired and negotiation.outcome is None and negotiation.state == state
     finally:
@@ -183,7 +184,7 @@ async def _answer(
         if data:
             with trio.fail_after(patience):
                 while data:
-                    await trio.lowlevel.wait_writable(_descriptor(sock))
+                    await wait_writable(_descriptor(sock))
                     data = _write(sock, data)
     except trio.TooSlowError:
         raise TimeoutError(errno.ETIMEDOUT, "the peer does not read the SMC-R handshake") from None

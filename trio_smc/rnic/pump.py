@@ -55,6 +55,7 @@ from typing import Final, Literal
 import trio
 
 from trio_smc._base.interrupts import ki_protected
+from trio_smc._base.waits import notify_closing, wait_readable
 from trio_smc.states.engine import Machine
 from trio_smc.states.tables import PUMP
 
@@ -82,7 +83,6 @@ UNUSED_PASSES: Final = 64
 measurement of IDLE with this value only."""
 
 _now: Final = time.perf_counter_ns
-_wait_readable: Final = trio.lowlevel.wait_readable  # looked up before `enable` replaces it
 
 
 @ki_protected
@@ -168,9 +168,9 @@ class Pump:
             if lane.poller is not None:
                 lane.poller.stop()
             elif self.machine.state != "STOPPED":  # the RNIC has no thread
-                trio.lowlevel.notify_closing(rnic.wait_fd())
+                notify_closing(rnic.wait_fd())
             if lane.watched and lane.fd is not None:
-                trio.lowlevel.notify_closing(lane.fd)
+                notify_closing(lane.fd)
 
     def abandon(self) -> None:
         """Never touch the RNICs again: this process is a forked child, and they belong to its
@@ -346,7 +346,7 @@ class Pump:
         """Action: `_watch` stops waiting on the descriptor, because a descriptor has one waiter."""
         fd = self.dispatcher.lanes[0].fd
         assert fd is not None
-        trio.lowlevel.notify_closing(fd)
+        notify_closing(fd)
 
     def state_changed(self, old: str, new: str, event: str) -> None:
         """No-op: the pump keeps no other record of its mode than the state."""
@@ -366,7 +366,7 @@ class Pump:
                     self._start(lane)
                 task_status.started()
                 while self.broken is None:
-                    await _wait_readable(self._wake_fd)
+                    await wait_readable(self._wake_fd)
                     os.eventfd_read(self._wake_fd)
                     self.wakeups += 1
                     self.resume_hooks()
@@ -397,7 +397,7 @@ class Pump:
         """Do the work of an RNIC's thread, and serve the RNIC at once."""
         while lane in self.dispatcher.lanes:
             try:
-                await _wait_readable(lane.rnic.wait_fd())
+                await wait_readable(lane.rnic.wait_fd())
             except trio.ClosedResourceError:
                 continue  # `remove`
             self.resume_hooks()
@@ -420,7 +420,7 @@ class Pump:
                 return  # removed meanwhile: its descriptor may belong to another file by now
             lane.watched = True
             try:
-                await _wait_readable(fd)
+                await wait_readable(fd)
             except trio.ClosedResourceError:
                 continue  # the RNIC was removed, or solo mode began
             finally:

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
+from trio_smc._base.waits import notify_closing, wait_readable
+
 if TYPE_CHECKING:
     from trio_smc.states.engine import Machine
 
@@ -50,8 +52,6 @@ watchdog woke both processes for 200 µs for five requests 10 ms apart (docs/dec
 chosen, so that completions for other tasks are noticed within a second."""
 
 # Looked up before `enable` replaces them.
-_wait_readable: Final = trio.lowlevel.wait_readable
-_notify_closing: Final = trio.lowlevel.notify_closing
 
 
 class SoloHost(Protocol):
@@ -182,7 +182,7 @@ class SoloReader:
         host.waiting += 1
         self.fd = fd
         try:
-            await _wait_readable(fd)
+            await wait_readable(fd)
         except trio.ClosedResourceError:
             return True
         except BaseException:
@@ -244,7 +244,7 @@ class SoloReader:
         """Wake the solo reader if it waits: its message has arrived, or solo mode ends."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            _notify_closing(fd)
+            notify_closing(fd)
 
     # -- the watchdog --------------------------------------------------------------------
 

@@ -47,16 +47,17 @@ from enum import Enum
 from functools import lru_cache, partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
-from weakref import ref
 
 import trio
 
 from trio_smc._base.errors import NoStack, SmcUnavailable
 from trio_smc._base.interrupts import protect_module
 from trio_smc._base.reasons import Fallback, FallbackReason
+from trio_smc._base.waits import notify_closing, wait_readable
 from trio_smc.connecting.connect import connect_socket, connect_without_smc
 from trio_smc.connecting.listener import Incoming, SmcListener, WaitEnded
 from trio_smc.host.tcp import CLOSE, tcp_state
+from trio_smc.sockets.exposed import NUMBERS, expose, owners_of
 from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.streams.socket_options import integer
 from trio_smc.streams.stream import byte_view
@@ -168,8 +169,10 @@ class DropInSocket(trio.socket.SocketType):
 
     @property
     def _sock(self) -> stdlib_socket.socket:
-        # AnyIO reads the raw socket from this attribute.
-        return _raw_socket(self.plain)
+        # AnyIO reads the raw socket from this attribute, and programs get it there.
+        sock = _raw_socket(self.plain)
+        expose(sock, self)
+        return sock
 
     @property
     def family(self) -> stdlib_socket.AddressFamily:
@@ -200,7 +203,7 @@ class DropInSocket(trio.socket.SocketType):
         """
         number = self._side.fileno()
         if number >= 0:
-            _by_descriptor[number] = ref(self)
+            expose(self._side.descriptor_socket(), self)
         return number
 
     def getsockname(self) -> Any:
@@ -239,6 +242,11 @@ class DropInSocket(trio.socket.SocketType):
     def is_readable(self) -> bool:
         """True if `recv` would return or raise at once."""
         return self._side.is_readable()
+
+    @property
+    def has_own_readiness(self) -> bool:
+        """True if the descriptor does not show what arrives."""
+        return self._side.has_own_readiness
 
     # --- data --------------------------------------------------------------------------------
 
@@ -431,8 +439,17 @@ class Side:
         """True if `shutdown` has ended sending."""
         return bool(self.plain.did_shutdown_SHUT_WR)
 
+    @property
+    def has_own_readiness(self) -> bool:
+        """True if the descriptor does not show what arrives."""
+        return False
+
     def fileno(self) -> int:
         return int(self.plain.fileno())
+
+    def descriptor_socket(self) -> stdlib_socket.socket:
+        """The socket whose descriptor `fileno` returns."""
+        return _raw_socket(self.plain)
 
     def get_inheritable(self) -> bool:
         return bool(self.plain.get_inheritable())
@@ -494,10 +511,10 @@ class Side:
         return self.plain.wait_writable()  # type: ignore[no-any-return]
 
     def wait_readable(self) -> Coroutine[Any, Any, None]:
-        return _plain_wait_readable(self.plain)
+        return wait_readable(self.plain)
 
     def end_waits(self) -> None:
-        _plain_notify_closing(self.plain)
+        notify_closing(self.plain)
 
     def bind_fast_path(self, stream: trio.SocketStream) -> None:
         """No-op: ``stream`` keeps the methods of Trio."""
@@ -637,17 +654,31 @@ class Unconnected(Side):
         plain, address = await self.plain.accept()
         return TcpStream(plain, _OUT_OF_RESOURCES, lambda _: None, accepted=address)
 
+    @property
+    def has_own_readiness(self) -> bool:
+        return self.listener is not None and not self.listener.has_stopped
+
     async def wait_readable(self) -> None:
-        listener = self.listener
-        if listener is None or listener.has_stopped:
-            await super().wait_readable()
+        if self.listener is not None and self.has_own_readiness:
+            try:
+                await self.listener.wait_readable()
+            except WaitEnded as error:
+                raise trio.ClosedResourceError(str(error)) from None
+        elif (wrapper := self._find_other_wrapper()) is not None:
+            await wrapper.wait_readable()
         else:
-            await listener.wait_readable()
+            await super().wait_readable()
 
     def end_waits(self) -> None:
         if self.listener is not None:
             self.listener.end_waits()
+        elif (wrapper := self._find_other_wrapper()) is not None:
+            wrapper.end_waits()
         super().end_waits()
+
+    def _find_other_wrapper(self) -> DropInSocket | None:
+        """The wrapper by which the program has accepted or connected, if it has several."""
+        return find_drop_in(_raw_socket(self.plain))
 
     async def hand_out(self, take: Callable[[Incoming], None]) -> NoReturn:
         with self._listener_errors():
@@ -932,10 +963,23 @@ class OverSmc(Side):
         number = self.stream.socket.fileno()
         if number >= 0:
             return number
-        if self._eof_socket is None:  # no descriptor was free when TCP ended
+        return self.descriptor_socket().fileno()
+
+    def descriptor_socket(self) -> stdlib_socket.socket:
+        if self.plain.fileno() >= 0:
+            return super().descriptor_socket()
+        ended = self.stream.socket.ended
+        if ended is not None:
+            return ended
+        if self._eof_socket is None:  # the end of TCP has closed the socket
             self._eof_socket, other = stdlib_socket.socketpair()
             other.close()
-        return self._eof_socket.fileno()
+        return self._eof_socket
+
+    @property
+    def has_own_readiness(self) -> bool:
+        # Otherwise the program has closed the TCP socket itself, and gets the kernel's error.
+        return self.plain.fileno() >= 0 or self.stream.has_ended
 
     # TCP may end while this socket is open.  Then `fileno` has a substitute, and the stream still
     # has the names.
@@ -1108,7 +1152,7 @@ class OverSmc(Side):
 
     def end_waits(self) -> None:
         self.stream.end_waits()
-        _plain_notify_closing(self.plain)
+        notify_closing(self.plain)
 
     def _raise_socket_error(self, error: Exception, *, sending: bool = False) -> NoReturn:
         """Raise the error of a socket for an error of a stream."""
@@ -1242,6 +1286,10 @@ class Closed(Side):
         self.stream: RdmaStream = before.stream
 
     @property
+    def has_own_readiness(self) -> bool:
+        return True
+
+    @property
     def write_shut(self) -> bool:
         return self.stream.write_shut
 
@@ -1282,10 +1330,8 @@ def _is_listening(plain: trio.socket.SocketType) -> bool:
     return bool(plain.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ACCEPTCONN))
 
 
-# Trio's functions, looked up before `enable` replaces them.
+# Trio's function, looked up before `enable` replaces it.
 _make_plain: Final = trio.socket.from_stdlib_socket
-_plain_wait_readable: Final = trio.lowlevel.wait_readable
-_plain_notify_closing: Final = trio.lowlevel.notify_closing
 
 
 @lru_cache
@@ -1351,22 +1397,27 @@ def _returned_flags(flags: int, room: int) -> int:
     return returned
 
 
-# References without a callback, which could swallow `KeyboardInterrupt` (`_base.weak_set`).  There
-# are no more of them than the process may have descriptors.
-_by_descriptor: Final[dict[int, ref[DropInSocket]]] = {}
+def find_drop_in(waitable: Any) -> DropInSocket | None:
+    """The drop-in socket to wait for, if a program names ``waitable``; None: the kernel's wait.
 
-
-def find_drop_in(waitable: object) -> DropInSocket | None:
-    """The drop-in socket that ``waitable`` is, or to which this descriptor belongs; or None."""
-    # Trio passes its raw sockets here.  `isinstance` with an abstract class takes far longer.
-    if isinstance(waitable, stdlib_socket.socket):
-        return None
-    if isinstance(waitable, DropInSocket):
+    A program names it by the drop-in socket itself, by the socket of the standard library below it,
+    or by the number of the descriptor.
+    """
+    if isinstance(waitable, int):
+        number = waitable
+    elif type(waitable) is DropInSocket:  # `isinstance` takes longer
         return waitable
-    reference = _by_descriptor.get(waitable) if isinstance(waitable, int) else None
-    found = None if reference is None else reference()
-    # The number may belong to another file by now.
-    return found if found is not None and found.fileno() == waitable else None
+    else:
+        try:
+            number = waitable.fileno()
+        except Exception:
+            return None  # Trio's function raises it again
+    if number not in NUMBERS and number != -1:
+        return None  # each wait for another file comes here
+    for owner in owners_of(waitable, number):
+        if owner.has_own_readiness:
+            return owner  # type: ignore[no-any-return]
+    return None
 
 
 _TCP: Final = {0, stdlib_socket.IPPROTO_TCP}
@@ -1440,9 +1491,12 @@ def wrap(sock: stdlib_socket.socket, find_stack: FindStack) -> trio.socket.Socke
     if not _is_tcp(sock.family, sock.type, sock.proto):
         return plain
     if not _is_connected(sock):
-        return DropInSocket(plain, find_stack, listening=_is_listening(plain))
-    stream = TcpStream(plain, _ALREADY_CONNECTED, lambda _: None)
-    return DropInSocket(plain, find_stack, stream)
+        wrapped = DropInSocket(plain, find_stack, listening=_is_listening(plain))
+    else:
+        stream = TcpStream(plain, _ALREADY_CONNECTED, lambda _: None)
+        wrapped = DropInSocket(plain, find_stack, stream)
+    expose(sock, wrapped)
+    return wrapped
 
 
 def _is_connected(sock: stdlib_socket.socket) -> bool:

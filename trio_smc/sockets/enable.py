@@ -11,7 +11,8 @@ listeners), and descriptors by `trio.socket.fromfd` and ``trio.socket.socket(fil
 systemd passes them).  These functions are replaced, too: all return the same kind of socket.  A
 `trio.SocketStream` of an SMC-R socket calls the SMC-R stream directly.  Data does not arrive at the
 descriptor of such a socket, so `trio.lowlevel.wait_readable`, `wait_writable` and `notify_closing`
-are replaced by functions that know these sockets.
+are replaced by functions that know these sockets, by each name that a program may have for them
+(trio_smc/sockets/exposed.py).
 
 `trio.open_tcp_stream` tries the addresses of a name in parallel, with a nursery, and a task and a
 cancel scope for each address.  A single address needs none of these, which take about a quarter of
@@ -41,6 +42,7 @@ import trio
 
 from trio_smc._api import current_config, default_config, find_stack, set_default_config
 from trio_smc._base.reasons import Mode
+from trio_smc._base.waits import notify_closing
 from trio_smc.config.config import Config
 from trio_smc.connecting.dial import Target, numeric_targets
 from trio_smc.connecting.listener import CAPACITY_ERRORS, CAPACITY_PAUSE, Incoming
@@ -170,7 +172,6 @@ def _from_stdlib_socket(sock: stdlib_socket.socket) -> trio.socket.SocketType:
 
 _make_from_descriptor: Final = trio.socket.fromfd
 _make_socket: Final = trio.socket.socket
-_end_waits: Final = trio.lowlevel.notify_closing
 
 
 @wraps(_make_from_descriptor)
@@ -197,18 +198,18 @@ def _socket(*args: Any, **options: Any) -> trio.socket.SocketType:
         raise
 
 
-@wraps(_end_waits)
+@wraps(notify_closing)
 @trio.lowlevel.enable_ki_protection
 def _notify_closing(fd: Any) -> None:
     sock = find_drop_in(fd)
     if sock is None:
-        _end_waits(fd)
+        notify_closing(fd)
     else:
         sock.end_waits()
 
 
 def _with_drop_ins(name: str, wait: Callable[[Any], Awaitable[None]]) -> Any:
-    """Let ``wait`` accept drop-in sockets and their descriptors, which do not show arrived data."""
+    """Let ``wait`` find drop-in sockets, whose descriptors do not show arrived data."""
 
     @wraps(wait)
     @trio.lowlevel.enable_ki_protection

@@ -8,7 +8,13 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from trio_smc.host.tcp import reset_on_close, resets_on_close, unread_bytes
+from trio_smc.host.tcp import (
+    close_past_program,
+    close_with_reset,
+    resets_on_close,
+    socket_cookie,
+    unread_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +56,8 @@ class Endpoint:
     after its stream was closed.
     """
 
-    __slots__ = ("_reset_waits", "_stack", "_timer", "abandoned", "close_socket", "closed_by_user",
-                 "connection", "group", "lingers", "on_tcp_end", "reset", "rmbe",
+    __slots__ = ("_cookie", "_reset_waits", "_stack", "_timer", "abandoned", "close_socket",
+                 "closed_by_user", "connection", "group", "lingers", "on_tcp_end", "reset", "rmbe",
                  "sock")  # fmt: skip
 
     connection: Connection
@@ -61,6 +67,7 @@ class Endpoint:
         self._timer: Timer | None = None
         self.group: LinkGroup = group
         self.rmbe: Rmbe = rmbe
+        self._cookie = b""
         self.sock: trio.socket.SocketType | None = None
         """The TCP connection while SMC-R owns it; otherwise None."""
         self.reset: bool = False
@@ -72,14 +79,16 @@ class Endpoint:
         """True if SO_LINGER may be set."""
         self.on_tcp_end: Callable[[], None] | None = None
         """Called before TCP ends under a stream that the program has not closed."""
-        self.close_socket: Callable[[], None] | None = None
-        """Closes the TCP socket; None until there is a stream."""
+        self.close_socket: Callable[[bool], None] | None = None
+        """Ends the TCP connection, by RST if its argument is True; None until there is a stream."""
         self.abandoned: bool = False
         """True if the program did not close the stream: it was collected, or the stack was left."""
 
     def adopt(self, sock: trio.socket.SocketType) -> None:
         """Own the TCP connection from now on, because the rendezvous is complete."""
         self.sock = sock
+        with contextlib.suppress(OSError):  # the program has closed the descriptor
+            self._cookie = socket_cookie(sock)
         self._stack.tcp_watch.add(sock, self)
         if self.connection.receiver.peer_done and not self.may_end(self.connection):
             self.tcp_data()
@@ -168,8 +177,7 @@ class Endpoint:
         self._reset_waits = False
         sock = self._detach_socket()
         if sock is not None:
-            reset_on_close(sock)
-            self._close(sock)
+            self._close(sock, reset=True)
 
     def close_tcp(self, connection: Connection) -> None:
         """End the TCP connection by FIN, after the SMC-R connection (4.8.1)."""
@@ -179,10 +187,15 @@ class Endpoint:
                 # With SO_LINGER, close(2) could send RST instead of FIN.
                 with contextlib.suppress(OSError):
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE_BY_FIN)
-            self._close(sock)
+            self._close(sock, reset=False)
 
-    def _close(self, sock: trio.socket.SocketType) -> None:
-        (sock.close if self.close_socket is None else self.close_socket)()
+    def _close(self, sock: trio.socket.SocketType, *, reset: bool) -> None:
+        if self.close_socket is not None:
+            self.close_socket(reset)
+        elif reset:
+            close_with_reset(sock)
+        else:
+            close_past_program(sock)
 
     def may_end(self, connection: Connection) -> bool:
         """Let the descriptor of the TCP socket show the end of the stream to a program that polls
@@ -192,9 +205,8 @@ class Endpoint:
           False if there are bytes on the TCP connection: the peer's program may have written a part
           of the stream to its descriptor.
         """
-        if self.sock is not None:
-            # OSError: reset; ValueError: the program has closed the descriptor.
-            with contextlib.suppress(OSError, ValueError):
+        if self.sock is not None and self.owns_number:
+            with contextlib.suppress(OSError, ValueError):  # reset, or without a descriptor
                 if unread_bytes(self.sock):
                     return False
                 self.sock.shutdown(socket.SHUT_RD)  # sends nothing
@@ -229,4 +241,19 @@ class Endpoint:
         if sock is not None:
             self.announce_tcp_end()
             self._stack.tcp_watch.remove(sock)
+            if not self._is_number_of(sock):
+                sock.detach()  # its number may belong to another file of the program
+                return None
         return sock
+
+    @property
+    def owns_number(self) -> bool:
+        """False if the program has closed the descriptor of the TCP socket, perhaps by its number,
+        which may belong to another file now."""
+        return self.sock is not None and self._is_number_of(self.sock)
+
+    def _is_number_of(self, sock: trio.socket.SocketType) -> bool:
+        try:
+            return socket_cookie(sock) == self._cookie
+        except OSError:
+            return False

@@ -41,6 +41,7 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
+from trio_smc._base.waits import wait_readable
 from trio_smc._base.weak_set import WeakSet
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.receiver import Receiver
@@ -341,7 +342,7 @@ class Runtime:
                 await self._sleep_until_timer()
             else:
                 self._set_alarm(self._alarm)
-                await trio.lowlevel.wait_readable(self._alarm.fd)
+                await wait_readable(self._alarm.fd)
                 self._alarm.acknowledge()
             if self.timers.run_due():
                 self.pump.resume_hooks()  # a timer may have sent something

@@ -16,6 +16,7 @@ registered socket.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import select
 from typing import Final, Literal, Protocol
@@ -23,6 +24,7 @@ from typing import Final, Literal, Protocol
 import trio
 
 from trio_smc._base.interrupts import ki_protected
+from trio_smc._base.waits import wait_readable
 from trio_smc.host.tcp import peer_end, unread_bytes
 
 __all__ = ["TcpWatch", "TcpWatcher"]
@@ -46,6 +48,11 @@ class TcpWatcher(Protocol):
 
     def tcp_data(self) -> None:
         """The peer has sent bytes on the TCP connection."""
+
+    @property
+    def owns_number(self) -> bool:
+        """False if the program has closed the descriptor, perhaps by its number, which may belong
+        to another file now."""
 
 
 @ki_protected
@@ -83,7 +90,8 @@ class TcpWatch:
             if number in self._new:
                 self._new.remove(number)
             else:
-                self._epoll.unregister(number)
+                with contextlib.suppress(OSError):  # the program has closed the number
+                    self._epoll.unregister(number)
 
     def _remove_closed(self, sock: trio.socket.SocketType) -> None:
         """Remove a socket that the program has closed, which also removed it from the epoll."""
@@ -102,7 +110,7 @@ class TcpWatch:
         """Serve until cancelled; never raises."""
         while True:
             with trio.CancelScope(deadline=self._register_at) as self._sleep_scope:
-                await trio.lowlevel.wait_readable(self._epoll.fileno())
+                await wait_readable(self._epoll.fileno())
             if self._epoll.closed:
                 await trio.sleep_forever()  # in a forked child
             if trio.current_time() >= self._register_at:
@@ -114,7 +122,8 @@ class TcpWatch:
         new, self._new = self._new, set()
         while new:
             number = new.pop()
-            if self._entry(number) is None:
+            entry = self._entry(number)
+            if entry is None or not entry[1].owns_number:
                 continue
             try:
                 # Edge-triggered: a FIN stays readable for ever.
@@ -128,7 +137,7 @@ class TcpWatch:
         # Not in `run`: its variables would keep the last stream and its link group alive.
         for number, events in self._epoll.poll(0, _EVENTS_AT_ONCE):
             entry = self._entry(number)
-            if entry is not None:
+            if entry is not None and entry[1].owns_number:
                 _report_end(*entry, events)
 
     def abandon(self) -> None:

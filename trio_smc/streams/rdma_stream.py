@@ -84,8 +84,8 @@ class StreamEndpoint(Protocol):
     """The connection was closed because its stack was left."""
     on_tcp_end: Callable[[], None] | None
     """Called before TCP ends under an open stream; set by the stream."""
-    close_socket: Callable[[], None] | None
-    """Closes the TCP socket; set by the stream."""
+    close_socket: Callable[[bool], None] | None
+    """Ends the TCP connection, by RST if its argument is True; set by the stream."""
 
     @property
     def group(self) -> KeepaliveGroup:

@@ -26,7 +26,7 @@ from trio.abc import HalfCloseableStream
 
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
-from trio_smc.host.tcp import close_under_number
+from trio_smc.host.tcp import close_past_program, close_with_reset, end_connection
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -68,11 +68,11 @@ class SmcSocket:
     When the connection is CLOSED, the TCP connection ends, too.  After that only ``family``,
     ``type``, ``proto`` and `fileno` are available, and both names if the program has not closed the
     stream (`keep_names`); everything else raises OSError (EBADF).  Until the program closes the
-    stream, its descriptor number belongs to a socket that is readable and at its end: programs use
-    the number as a key, and no other file may get it.
+    stream, its descriptor stays open, and shows the end: programs use the number as a key, and have
+    it in selectors.
     """
 
-    __slots__ = ("_ended", "_in_use", "_names", "_peer", "_sock")
+    __slots__ = ("_in_use", "_names", "_peer", "_sock", "ended")
 
     def __init__(self, sock: trio.socket.SocketType, accepted: Any = None) -> None:
         """``accepted``: the peer's address from ``accept``."""
@@ -85,20 +85,28 @@ class SmcSocket:
         self._peer = accepted
         self._names: tuple[Any, Any] | None = None
         self._in_use = True  # by the program
-        self._ended: socket.socket | None = None  # has the number after the end of TCP
+        self.ended: socket.socket | None = None
+        """The socket after the end of TCP, until the program closes the stream."""
 
-    def close_tcp(self) -> None:
-        """Close the TCP socket, because the connection is CLOSED."""
-        if self._in_use and self._sock.fileno() >= 0:
-            with contextlib.suppress(OSError):
-                self._ended = close_under_number(self._sock)
-        self._sock.close()
+    def close_tcp(self, reset: bool) -> None:
+        """End the TCP connection, because that of SMC-R is CLOSED.
+
+        The program may have the descriptor number, in a selector for example.  So the socket stays
+        open until the program closes the stream.
+        """
+        if self._in_use and self._sock.fileno() >= 0 and end_connection(self._sock, reset=reset):
+            self.ended = socket.socket(fileno=self._sock.detach())
+        elif reset:
+            close_with_reset(self._sock)
+        else:
+            close_past_program(self._sock)
 
     def free_number(self) -> None:
         """The program no longer uses the descriptor number."""
         self._in_use = False
-        if self._ended is not None:
-            self._ended.close()
+        if self.ended is not None:
+            with contextlib.suppress(OSError):  # the program has closed the number itself
+                self.ended.close()
 
     def keep_names(self) -> None:
         """Store both names, so that they outlive the descriptor."""
@@ -130,7 +138,7 @@ class SmcSocket:
 
     def fileno(self) -> int:
         """The descriptor, for tools that examine the connection; -1 after the close."""
-        return self._sock.fileno() if self._ended is None else self._ended.fileno()
+        return self._sock.fileno() if self.ended is None else self.ended.fileno()
 
     def getsockname(self) -> Any:
         """As `socket.socket.getsockname`."""

@@ -15,6 +15,7 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
+from trio_smc._base.waits import notify_closing, wait_readable
 from trio_smc.host.tcp import carried_bytes, close_with_reset, unread_bytes
 from trio_smc.streams.parking import BROKEN, CLOSED, Busy
 from trio_smc.streams.stream import (
@@ -278,7 +279,7 @@ class TcpUrgent:
     def wake_waiter(self) -> None:
         """Call before the socket is closed: wakes the waiting task."""
         if self._epoll is not None:
-            trio.lowlevel.notify_closing(self._epoll.fileno())
+            notify_closing(self._epoll.fileno())
 
     async def send(self, stream: trio.SocketStream, data: memoryview) -> None:
         """Send ``data``, with the last byte as urgent; ``stream`` belongs to the same socket."""
@@ -328,7 +329,7 @@ class TcpUrgent:
 
     @staticmethod
     async def _wait_for_event(epoll: select.epoll) -> None:
-        await trio.lowlevel.wait_readable(epoll.fileno())
+        await wait_readable(epoll.fileno())
 
     @staticmethod
     def _is_present(epoll: select.epoll) -> bool:

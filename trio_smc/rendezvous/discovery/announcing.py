@@ -62,6 +62,7 @@ with contextlib.suppress(ImportError):  # the module exists only on Unix
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
+from trio_smc._base.waits import notify_closing
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.descriptors import Closer, datagram_probe
 from trio_smc.host.platform import is_supported
@@ -420,7 +421,7 @@ class Announcement:
     def cancel(self) -> None:
         """Withdraw, and end the wait for an answer."""
         if self._sock.fileno() >= 0:
-            trio.lowlevel.notify_closing(self._sock)
+            notify_closing(self._sock)
         self.close()
 
     def abandon(self) -> None:

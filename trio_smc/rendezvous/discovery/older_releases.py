@@ -54,6 +54,7 @@ from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
 from trio_smc._base.timers import Timers
+from trio_smc._base.waits import wait_readable
 from trio_smc.host.descriptors import Closer, receive_bytes
 from trio_smc.host.private_directory import PrivateDirectory
 from trio_smc.host.real_time import now, sleep
@@ -157,7 +158,7 @@ class Signpost:
             if self._closer.is_full:
                 await sleep(timers, _CAPACITY_PAUSE)
                 return None
-            await trio.lowlevel.wait_readable(self._socket)
+            await wait_readable(self._socket)
             client, _ = self._socket.accept()
         except (BlockingIOError, trio.ClosedResourceError):
             return None

@@ -31,6 +31,7 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
+from trio_smc._base.waits import wait_readable
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import admits_user
@@ -162,7 +163,7 @@ class Proofs:
     async def _answer(self, waiting: socket.socket, listener: Listener) -> Message:
         """The first message that the listener sends; datagrams of others are ignored."""
         while True:
-            await trio.lowlevel.wait_readable(waiting)
+            await wait_readable(waiting)
             with contextlib.suppress(BlockingIOError):
                 answer, sender = messages.receive(waiting, self._closer)
                 is_known = sender == listener.user or not self._names.are_shared
@@ -244,7 +245,7 @@ class Probe:
             self._scope.deadline = trio.current_time() + PROBE_TIMEOUT
             try:
                 while True:
-                    await trio.lowlevel.wait_readable(self.listener)
+                    await wait_readable(self.listener)
                     if self.answer():
                         return
             except OSError as error:

@@ -35,6 +35,7 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
+from trio_smc._base.waits import wait_readable
 from trio_smc.host.addresses import is_same_host
 from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import DirectoryUnusable, PrivateDirectory, admits_user
@@ -367,7 +368,7 @@ class Publication:
         """Wait for messages, and handle them, until cancelled."""
         while self._made is not None:
             with contextlib.suppress(trio.ClosedResourceError):
-                await trio.lowlevel.wait_readable(self._made.socket)
+                await wait_readable(self._made.socket)
             if self._abandoned:
                 await trio.sleep_forever()
             self.receive()

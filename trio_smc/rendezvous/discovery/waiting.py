@@ -13,6 +13,7 @@ from typing import Final
 import trio
 
 from trio_smc._base.timers import Timers
+from trio_smc._base.waits import wait_readable
 from trio_smc.host.tcp import end_waits
 
 __all__ = ["wait_readable_until"]
@@ -36,14 +37,14 @@ async def wait_readable_until(
     if timers is None:
         with trio.move_on_at(deadline):
             try:
-                await trio.lowlevel.wait_readable(sock)
+                await wait_readable(sock)
             except trio.ClosedResourceError:
                 return False
             return True
         return False
     timer = timers.call_at(deadline, partial(_expire, sock, timers))
     try:
-        await trio.lowlevel.wait_readable(sock)
+        await wait_readable(sock)
     except trio.ClosedResourceError:
         return False
     finally:

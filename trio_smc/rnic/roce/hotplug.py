@@ -22,6 +22,7 @@ import trio
 
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.resources import is_lack
+from trio_smc._base.waits import wait_readable
 
 __all__ = [
     "PortWatch",
@@ -79,7 +80,7 @@ class PortWatch:
     async def _wait_for_news(self, sock: socket.socket, done: trio.CancelScope) -> None:
         try:
             while not self._read_news(sock):
-                await trio.lowlevel.wait_readable(sock)
+                await wait_readable(sock)
         except OSError as error:
             LOGGER.debug("changes of RoCE ports will not be noticed: %s", error)
             await trio.sleep_forever()
