@@ -259,9 +259,11 @@ class StreamOptions:
         """SO_LINGER: seconds that `aclose` may wait; 0: abort; None: the option is off."""
         if self._tcp_closed:
             return None
-        on, seconds = _LINGER.unpack(
-            self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.size)
-        )
+        try:
+            value = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.size)
+        except OSError:  # the program has closed the descriptor by its number
+            return None
+        on, seconds = _LINGER.unpack(value)
         return seconds if on else None
 
     # --- the TCP connection ------------------------------------------------------------------
