@@ -242,14 +242,14 @@ class Endpoint:
             self.announce_tcp_end()
             self._stack.tcp_watch.remove(sock)
             if not self._is_number_of(sock):
-                sock.detach()  # its number may belong to another file of the program
+                sock.detach()  # the number may belong to another file now
                 return None
         return sock
 
     @property
     def owns_number(self) -> bool:
-        """False if the program has closed the descriptor of the TCP socket, perhaps by its number,
-        which may belong to another file now."""
+        """False if the program has closed the descriptor of the TCP socket, perhaps by its
+        number, which may belong to another file now."""
         return self.sock is not None and self._is_number_of(self.sock)
 
     def _is_number_of(self, sock: trio.socket.SocketType) -> bool:
