@@ -966,6 +966,30 @@ async def inherit_linger_0(ends: Ends) -> None:
         await ends.record(client.recv, 10)
 
 
+# --- a task closes the socket while the failed call of another one lets tasks run ----------------
+
+for _number in range(4):  # both tasks wake in the same pass, in either order
+    for _how in (stdlib.SHUT_WR, stdlib.SHUT_RDWR):
+
+        async def _fail_and_close(ends: Ends, how: int = _how) -> None:
+            ends.client.shutdown(how)
+
+            async def send() -> None:
+                nursery.start_soon(close)
+                try:
+                    await ends.client.send(b"x")
+                except Exception as error:
+                    ends.records.append(kind(error))
+
+            async def close() -> None:
+                ends.client.close()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send)
+
+        CASES[f"closing-beside-a-failed-send-{_how}-{_number}"] = _fail_and_close
+
+
 # --- the descriptor ------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ from trio_smc.connecting.connect import connect_socket, connect_without_smc
 from trio_smc.connecting.listener import Incoming, SmcListener, WaitEnded
 from trio_smc.host.tcp import CLOSE, tcp_state
 from trio_smc.sockets.exposed import NUMBERS, expose, owners_of
-from trio_smc.streams.rdma_stream import RdmaStream
+from trio_smc.streams.rdma_stream import SENT_EOF, RdmaStream
 from trio_smc.streams.socket_options import integer
 from trio_smc.streams.stream import byte_view
 from trio_smc.streams.tcp_stream import TcpStream
@@ -1158,6 +1158,8 @@ class OverSmc(Side):
         """Raise the error of a socket for an error of a stream."""
         if not isinstance(error, trio.ClosedResourceError):
             number = getattr(error.__cause__, "errno", None) or errno.ECONNRESET
+        elif sending and self._closed and error.args == (SENT_EOF,):
+            number = errno.EPIPE  # another task has closed the socket since
         elif sending and self.stream.write_shut and not self._closed:
             # Linux reports an error that is pending first.
             pending = self.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR, None)

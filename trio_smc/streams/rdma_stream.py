@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from trio_smc.streams.socket_options import Inherited, KeepaliveGroup
 
 __all__ = [
+    "SENT_EOF",
     "RdmaStream",
     "StreamEndpoint",
     "StreamOwner",
@@ -99,7 +100,7 @@ _DEFAULT_RECEIVE: Final = 131072
 """Bytes of `receive_some` without a size.  Measured: docs/decisions.md, "how much `receive_some`
 takes if no size is given"."""
 # Trio's texts: programs compare them.
-_SENT_EOF: Final = "can't send data after sending EOF"
+SENT_EOF: Final = "can't send data after sending EOF"
 # Looked up once, because each call needs them.
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
@@ -370,7 +371,7 @@ class RdmaStream(SmcStream):
     def _second_send_error(self) -> Exception:
         """The error of a send beside another call; as Trio's stream, first that of a shutdown."""
         if self.write_shut:
-            return trio.ClosedResourceError(_SENT_EOF)
+            return trio.ClosedResourceError(SENT_EOF)
         return self._sending.error()
 
     def _check_open(self, *, waited: bool = False) -> None:
@@ -381,13 +382,13 @@ class RdmaStream(SmcStream):
     def _check_sending_first(self, data: object) -> None:
         """Raise what Trio's stream raises before it looks for a cancellation."""
         if self.write_shut:
-            raise trio.ClosedResourceError(_SENT_EOF) from None
+            raise trio.ClosedResourceError(SENT_EOF) from None
         if not memoryview(data).nbytes and self._closed:  # type: ignore[arg-type]
             raise trio.ClosedResourceError(CLOSED) from None
 
     def _check_open_for_sending(self) -> None:
         if self._closed or self._core.write_closed:
-            raise trio.ClosedResourceError(CLOSED if self._closed else _SENT_EOF)
+            raise trio.ClosedResourceError(CLOSED if self._closed else SENT_EOF)
 
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
