@@ -34,7 +34,6 @@ __all__ = [
     "is_open",
     "peer_end",
     "queued",
-    "reset_on_close",
     "resets_on_close",
     "socket_cookie",
     "tcp_state",
@@ -47,7 +46,6 @@ if sys.platform == "linux":  # on other systems every connection is TCP and need
     import fcntl
     import termios
 
-_end_waits: Final = trio.lowlevel.notify_closing  # the kernel's waits: `enable` replaces the name
 _SO_COOKIE: Final = 57  # asm-generic/socket.h
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _DISCARDED: Final = 4096
@@ -74,12 +72,6 @@ _PEER_HAS_ENDED = {6, CLOSE, CLOSE_WAIT, 9, 11}  # and TIME_WAIT, LAST_ACK, CLOS
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
     """Close a TCP socket so that the peer receives RST."""
-    reset_on_close(sock)
-    sock.close()
-
-
-def reset_on_close(sock: trio.socket.SocketType) -> None:
-    """Let the peer receive RST when this TCP socket is closed."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     close_past_program(sock)

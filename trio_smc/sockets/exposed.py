@@ -19,7 +19,9 @@ import socket as stdlib_socket
 from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, Final
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
+
+from trio_smc._base.weak_set import WeakSet
 
 __all__ = ["NUMBERS", "expose", "owners_of"]
 
