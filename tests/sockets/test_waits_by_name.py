@@ -255,7 +255,8 @@ async def of_listener(sock: Any, name: Callable[[Any], Any], *, accepts: bool) -
         with trio.move_on_after(PATIENCE), trio.socket.socket() as client:
             await client.connect(address)
             await client.send(b"?")
-            served += await client.recv(1) == b"?"
+            answer = await client.recv(1)
+            served += answer == b"?"
 
     async def serve() -> None:
         for _ in range(CLIENTS):
