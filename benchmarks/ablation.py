@@ -53,6 +53,7 @@ _BACKOFF: Final = "if self._yield_backoff:\n            self._yield_backoff -= 1
 _SKIPPED: Final = 'them takes as long as a short spin."""\n        self._note_failures(1)'
 _ANNOUNCE: Final = "_MAX_UNANNOUNCED = 64 * 1024"
 _RING: Final = "_SOFTWARE_RECEIVE_BUFFER = 4 << 20"
+_USABLE: Final = "if each == wanted), usable[0])"
 _NO_BUSY_SOLO: Final = Edit("rnic/solo.py", "return reads >= _MIN_READS and", "return False and")
 
 VARIANTS: Final[dict[str, list[Edit]]] = {
@@ -90,6 +91,10 @@ VARIANTS: Final[dict[str, list[Edit]]] = {
     "deferred while the peer sleeps": [
         Edit("datapath/sender.py", "asleep = messenger.peer_asleep[0]", "asleep = 0"),
     ],
+    **{
+        f"words of {variant}": [Edit("rnic/words.py", _USABLE, _USABLE.replace("usable[0]", given))]
+        for variant, given in (("x86-64", "usable[-2]"), ("socket", "usable[-1]"))
+    },
     "heap trimmed at once": [
         Edit("host/heap.py", "bytes(size)", "pass"),
     ],
@@ -118,8 +123,9 @@ def copies(names: list[str]) -> Iterator[dict[str, Path]]:
         found = {}
         for number, name in enumerate(names):
             tree = Path(directory, str(number))
+            # Compiled modules would hide the edits.  The native module belongs to both sides.
+            ignored = shutil.ignore_patterns("__pycache__", "*.cpython-*.so")
             for package in ("trio_smc", "benchmarks"):
-                ignored = shutil.ignore_patterns("__pycache__", "*.so")
                 shutil.copytree(_ROOT / package, tree / package, ignore=ignored)
             for edit in VARIANTS[name]:
                 path = tree / "trio_smc" / edit.file
