@@ -9,10 +9,12 @@ much more between those than from run to run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -37,22 +39,42 @@ _CACHES: Final = Path("/sys/devices/system/cpu/cpu0/cache")
 def this_machine() -> dict[str, Any]:
     """Processor, number of processors, caches of one, kernel, Python, Trio, and the variant of the
     software RNIC."""
-    found = re.search(r"^model name\s*: (.+)$", _PROCESSORS.read_text(), re.MULTILINE)
-    caches = {}
-    for index in sorted(_CACHES.glob("index*")):
-        level, kind, size = (
-            (index / name).read_text().strip() for name in ("level", "type", "size")
-        )
-        caches[f"L{level} {kind.lower()}"] = size
     return {
-        "processor": found[1].strip() if found else platform.processor() or "unknown",
+        "processor": _processor(),
         "processors": os.cpu_count(),
-        "caches": caches,
+        "caches": _caches(),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "trio": trio.__version__,
         "variant": trio_smc.SoftRnic.variant,
     }
+
+
+def _processor() -> str:
+    """The name of the processor.  On ARM64 the kernel knows only numbers, and lscpu the names."""
+    found = re.search(r"^model name\s*: (.+)$", _PROCESSORS.read_text(), re.MULTILINE)
+    if found is None:
+        try:
+            shown = subprocess.run(
+                ["lscpu"], env={**os.environ, "LC_ALL": "C"},
+                capture_output=True, text=True, check=True,
+            ).stdout  # fmt: skip
+        except (OSError, subprocess.CalledProcessError):
+            shown = ""
+        found = re.search(r"^ *Model name: *(\S.*)$", shown, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or "unknown"
+
+
+def _caches() -> dict[str, str]:
+    """Sizes of the first processor's caches.  Virtual machines may show caches without sizes."""
+    found = {}
+    for index in sorted(_CACHES.glob("index*")):
+        with contextlib.suppress(FileNotFoundError):
+            level, kind, size = (
+                (index / name).read_text().strip() for name in ("level", "type", "size")
+            )
+            found[f"L{level} {kind.lower()}"] = size
+    return found
 
 
 def plain_name(processor: str) -> str:

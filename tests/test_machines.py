@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,42 @@ def test_this_machine() -> None:
     assert machine["processor"]
     assert machine["processors"] >= 1
     json.dumps(machine)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "lscpu", "processor"),
+    [
+        ("model name\t: AMD EPYC\n", "exit 1", "AMD EPYC"),
+        ("CPU part\t: 0xd0c\n", "echo 'Vendor ID: ARM'; echo '  Model name:  Neoverse-N1'",
+         "Neoverse-N1"),
+        ("CPU part\t: 0xd0c\n", "exit 1", "other"),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, lscpu: str, processor: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    program = tmp_path / "lscpu"
+    program.write_text(f"#!/bin/sh\n{lscpu}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(machines, "_PROCESSORS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(platform, "processor", lambda: "other")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert machines.this_machine()["processor"] == processor
+
+
+def test_a_cache_without_a_size_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, files in enumerate(
+        [{"level": "1", "type": "Data", "size": "32K"}, {"level": "2", "type": "Unified"}, {}]
+    ):
+        index = tmp_path / f"index{number}"
+        index.mkdir()
+        for name, text in files.items():
+            (index / name).write_text(f"{text}\n")
+    monkeypatch.setattr(machines, "_CACHES", tmp_path)
+    assert machines.this_machine()["caches"] == {"L1 data": "32K"}
 
 
 @pytest.mark.parametrize(
