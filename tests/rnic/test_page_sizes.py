@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.page_sizes import TESTS
 from scripts.pythons import ROOT
 
 # A multiple of these sizes is also a multiple of this kernel's page size.
@@ -24,11 +25,6 @@ class _Shown:
         return getattr(self._real, name)
 os.fstatvfs = lambda fd: _Shown(_fstatvfs(fd))
 """
-TESTS = [
-    "tests/rnic/test_soft.py",
-    "tests/rnic/test_memory_rnic.py",
-    "tests/datapath/test_connection_data.py",
-]
 
 
 @pytest.mark.full
