@@ -40,7 +40,7 @@ import trio
 
 import trio_smc
 from tests.e2e.sudden_end import Costs
-from tests.timing import PATIENCE
+from tests.timing import PATIENCE, SLOWER
 from trio_smc import Config, SmcListener, SmcStream, SoftRnic, Stack
 from trio_smc.rnic.soft.faults import FaultPlan
 from trio_smc.stack.groups import GroupTable
@@ -48,8 +48,8 @@ from trio_smc.streams.rdma_stream import RdmaStream
 from trio_smc.wire import clc
 
 HOST: Final = "127.0.0.1"
-TIMEOUT: Final = 4.0
-"""Seconds of the time-outs that end many resources together."""
+TIMEOUT: Final = 4.0 * SLOWER
+"""Seconds of the time-outs that end many resources together.  All must begin in that time."""
 SILENT: Final = frozenset({"first-contacts", "handshakes"})
 STOPPED: Final = frozenset({"stopped", "silent"})
 GREETING: Final = b"hello"
