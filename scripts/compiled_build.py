@@ -30,6 +30,9 @@ SOURCE = Path("trio_smc/rnic/_words.c")
 OLDEST = (3, 11)
 """The version of Python whose stable ABI the native module has."""
 FLAGS = ["-O2", "-Wall", "-Wextra", f"-DPy_LIMITED_API=0x{OLDEST[0]:02x}{OLDEST[1]:02x}0000"]
+# The module calls no function of the C library, and many linkers would leave that out.  auditwheel
+# recognises by it which systems can load the module.
+LIBRARIES = ["-Wl,--no-as-needed", "-lc"]
 # All options are given here: the project's own settings of mypy are for development.
 MYPY = ["--config-file=", "--explicit-package-bases", "--ignore-missing-imports"]
 
@@ -89,7 +92,8 @@ def native(source: Path, library: Path, *, required: bool = False) -> bool:
         return False
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     headers = f"-I{sysconfig.get_path('include')}"
-    command = [*compiler, *FLAGS, "-shared", "-fPIC", headers, "-o", str(library), str(source)]
+    options = [*FLAGS, "-shared", "-fPIC", headers]
+    command = [*compiler, *options, "-o", str(library), str(source), *LIBRARIES]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         problem = done.stderr if done.returncode else ""

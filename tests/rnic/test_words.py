@@ -165,6 +165,16 @@ def test_the_native_module_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not library.exists()
 
 
+def test_the_module_names_its_c_library(tmp_path: Path) -> None:
+    """auditwheel refuses a module that does not."""
+    library = tmp_path / "_words.so"
+    if not native(ROOT / SOURCE, library) or not shutil.which("readelf"):
+        pytest.skip("needs a C compiler, the headers of Python and readelf")
+    command = ["readelf", "--dynamic", str(library)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"NEEDED.*\[libc\.", shown)
+
+
 def test_the_source_is_short() -> None:
     assert len((ROOT / SOURCE).read_text().splitlines()) <= 150
 
