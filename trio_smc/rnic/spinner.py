@@ -79,6 +79,9 @@ to take a message and to answer it."""
 _LONG_TURN_NS: Final = 1_000_000
 """Nanoseconds: a yield that takes longer has perhaps delayed an answer.  Chosen: a peer alone
 answers sooner."""
+_LEAST_ROUND_NS: Final = 100
+"""Nanoseconds: each round of a spin takes longer.  If a program stops all clocks, as tests with
+freezegun do, the number of rounds ends the spin.  Chosen: sched_yield alone takes more."""
 _YIELD_BACKOFF: Final = 64
 """Waits without a yield after yields that did not help.  Chosen."""
 _JUDGED: Final = 16
@@ -282,7 +285,7 @@ class AdaptiveSpin:
           end: the time of `time.perf_counter_ns` at which the spin fails and returns None.
         """
         now = time.perf_counter_ns
-        while True:
+        for _ in range(self.ns // _LEAST_ROUND_NS + 1):
             for probe in probes:
                 if probe():
                     self.spin_succeeded()
@@ -295,6 +298,8 @@ class AdaptiveSpin:
                 if moment - end > _LONG_TURN_NS:
                     self._lost_processor(moment - end)
                 return None
+        self.spin_failed()
+        return None
 
     def spin_succeeded(self) -> None:
         """A try succeeded."""
@@ -426,11 +431,13 @@ class AcceptSpin:
         self._busy = True
         end = time.perf_counter_ns() + spin.ns
         try:
-            while not ready():
-                if time.perf_counter_ns() >= end:
-                    spin.spin_failed()
+            for _ in range(spin.ns // _LEAST_ROUND_NS + 1):
+                if ready():
+                    spin.spin_succeeded()
                     return
+                if time.perf_counter_ns() >= end:
+                    break
                 await trio.lowlevel.cancel_shielded_checkpoint()
-            spin.spin_succeeded()
+            spin.spin_failed()
         finally:
             self._busy = False
