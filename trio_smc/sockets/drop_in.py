@@ -56,6 +56,7 @@ from trio_smc._base.reasons import Fallback, FallbackReason
 from trio_smc._base.waits import notify_closing, wait_readable
 from trio_smc.connecting.connect import connect_socket, connect_without_smc
 from trio_smc.connecting.listener import Incoming, SmcListener, WaitEnded
+from trio_smc.host.mapped import PIECE, copies_of, may_fault, store
 from trio_smc.host.tcp import CLOSE, tcp_state
 from trio_smc.sockets.exposed import NUMBERS, expose, owners_of
 from trio_smc.streams.rdma_stream import SENT_EOF, RdmaStream
@@ -94,6 +95,8 @@ _CLOSE_ON_EXEC: Final = int(getattr(stdlib_socket, "MSG_CMSG_CLOEXEC", 0))
 _MORE: Final = int(getattr(stdlib_socket, "MSG_MORE", 0))
 _MOST_BUFFERS: Final = 1024
 """Buffers that one call of sendmsg(2) or recvmsg(2) may have: UIO_MAXIOV of linux/uio.h."""
+_MOST_JOINED: Final = 4 << 20
+"""Bytes of several buffers that one call sends at most: as many as a ring of the usual size has."""
 _FAST_OPEN: Final = int(getattr(stdlib_socket, "MSG_FASTOPEN", 0))
 _ZERO_COPY: Final = 0x4000000  # MSG_ZEROCOPY (linux/socket.h); the socket module has no name for it
 _SO_ZEROCOPY: Final = 60  # asm-generic/socket.h
@@ -1030,10 +1033,7 @@ class OverSmc(Side):
             # In each turn, because the program may change the buffer while the call waits.
             if _checked(partial(_closed_socket().recv_into, buffer, nbytes, flags)) is not None:
                 return 0  # no room in the buffer
-            data = self._take(nbytes or memoryview(buffer).nbytes, flags)
-            if data and not flags & _DISCARD:
-                _store(data, [buffer])
-            return None if data is None else len(data)
+            return self._take_into([buffer], nbytes or memoryview(buffer).nbytes, flags)
 
         return await self._receive(take, flags)
 
@@ -1044,10 +1044,7 @@ class OverSmc(Side):
     async def recvfrom_into(self, buffer: Buffer, nbytes: int, flags: int) -> Any:
         def take() -> int | None:
             _checked(partial(_closed_socket().recvfrom_into, buffer, nbytes, flags))
-            data = self._take(nbytes or memoryview(buffer).nbytes, flags)
-            if data and not flags & _DISCARD:
-                _store(data, [buffer])
-            return None if data is None else len(data)
+            return self._take_into([buffer], nbytes or memoryview(buffer).nbytes, flags)
 
         return await self._receive(take, flags), None
 
@@ -1066,13 +1063,24 @@ class OverSmc(Side):
             if len(kept) > _MOST_BUFFERS:
                 raise os_error(errno.EMSGSIZE)
             room = sum(memoryview(each).nbytes for each in kept)
-            data = self._take(room, flags)
-            if data and not flags & _DISCARD:
-                _store(data, kept)
-            return None if data is None else len(data)
+            return self._take_into(kept, room, flags)
 
         count = await self._receive(take, flags)
         return count, [], _returned_flags(flags, room), None
+
+    def _take_into(self, buffers: Sequence[Buffer], most: int, flags: int) -> int | None:
+        """Take at most ``most`` bytes into buffers, or discard them; None if the call has to wait.
+
+        Raises:
+          OSError: EFAULT: the memory of a buffer is not there.  The bytes can be received again.
+        """
+        peeks = not flags & (_DISCARD | _PEEK) and any(map(may_fault, buffers))
+        data = self._take(most, flags | _PEEK if peeks else flags)
+        if data and not flags & _DISCARD:
+            _store(data, buffers)
+            if peeks:
+                self._take(len(data), flags)
+        return None if data is None else len(data)
 
     def _take(self, most: int, flags: int) -> bytes | None:
         """Take at most ``most`` bytes; None if the call has to wait."""
@@ -1099,6 +1107,9 @@ class OverSmc(Side):
     # --- sending -----------------------------------------------------------------------------
 
     async def send(self, data: Buffer, flags: int) -> int:
+        if type(data) is not bytes and may_fault(data):
+            await trio.lowlevel.checkpoint_if_cancelled()
+            data = _joined([data], sys.maxsize if flags & _OUT_OF_BAND else PIECE)
         try:
             if not flags:
                 return await self.stream.send_some(data)
@@ -1137,7 +1148,11 @@ class OverSmc(Side):
             # have no meaning here (docs/programs.md).
             if level == stdlib_socket.SOL_SOCKET and kind not in _IGNORED_ANCILLARY:
                 raise os_error(errno.EINVAL)
-        return await self.send(b"".join(buffers), flags)
+        if len(buffers) == 1:
+            return await self.send(buffers[0], flags)
+        # The last of all bytes is the urgent one.
+        most = sys.maxsize if flags & _OUT_OF_BAND else _MOST_JOINED
+        return await self.send(_joined(buffers, most), flags)
 
     # --- waiting -----------------------------------------------------------------------------
 
@@ -1385,10 +1400,40 @@ def _checked(call: Callable[[], _Result]) -> _Result | None:
 
 
 def _store(data: bytes, buffers: Sequence[Buffer]) -> None:
-    """Copy ``data`` into buffers of any format, which have room for it."""
+    """Copy ``data`` into buffers of any format, which have room for it.
+
+    Raises:
+      OSError: EFAULT: the memory of a buffer is not there.
+    """
     source = BytesIO(data)
     for buffer in buffers:
-        source.readinto(buffer)
+        if may_fault(buffer):
+            with memoryview(buffer) as view:
+                store(source.read(view.nbytes), view)
+        else:
+            source.readinto(buffer)
+
+
+def _joined(buffers: Sequence[Buffer], most: int) -> bytes:
+    """The first ``most`` bytes of buffers, or those before memory that is not there.
+
+    Raises:
+      OSError: EFAULT: the memory of the first bytes is not there.
+    """
+    joined = bytearray()
+    for buffer in buffers:
+        with byte_view(buffer, strided=False) as view, view[: most - len(joined)] as piece:
+            if not may_fault(piece):
+                joined += piece
+                continue
+            try:
+                for copied in copies_of(piece):
+                    joined += copied
+            except OSError:
+                if joined:
+                    break
+                raise
+    return bytes(joined)
 
 
 def _returned_flags(flags: int, room: int) -> int:

@@ -27,6 +27,7 @@ import trio
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
+from trio_smc.host.mapped import PIECE, copies_of, may_fault, store
 from trio_smc.streams.parking import BROKEN, CLOSED, CLOSED_MEANWHILE, Busy, Parking
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
@@ -242,7 +243,10 @@ class RdmaStream(SmcStream):
                     await _yield()  # as Trio's stream, which knows only that it has shut down
                     self._check_open_for_sending()
                 if view := byte_view(data):
-                    parked = await self._send_view(view)
+                    if may_fault(view):
+                        parked = await self._send_copies(view)
+                    else:
+                        parked = await self._send_view(view)
             if not parked:  # inlined `Parking.end_call`
                 parking = self._parking
                 if parking.strict or parking.budget.is_exceeded():
@@ -257,7 +261,7 @@ class RdmaStream(SmcStream):
         only calls that wait exclude each other, as with a socket of Trio.
 
         Args:
-          data: bytes in any C-contiguous buffer.
+          data: bytes in any C-contiguous buffer that is not a mapped file (`trio_smc.host.mapped`).
           more: MSG_MORE: the bytes may be announced together with those of the next call.
 
         Returns:
@@ -322,6 +326,21 @@ class RdmaStream(SmcStream):
             await self._parking.end_failed_call(parked)
             raise
         return sent, parked
+
+    async def _send_copies(self, view: memoryview) -> bool:
+        """Send all of ``view`` as `_send_view` does, by copies of its pieces."""
+        parked = False
+        pieces = copies_of(view)
+        while True:
+            try:
+                piece = next(pieces, b"")
+            except OSError as error:
+                if parked:
+                    raise self._translated(error) from error
+                raise await self._error_after_yield(error) from error
+            if not piece:
+                return parked
+            parked = await self._send_view(memoryview(piece)) or parked
 
     async def _send_view(self, view: memoryview, sent: int = -1, *, urgent: bool = False) -> bool:
         """Send all of ``view``; True if the call has parked.
@@ -509,7 +528,20 @@ class RdmaStream(SmcStream):
     async def receive_some_into(self, buffer: Buffer) -> int:
         """Receive into a buffer of the caller; see `SmcStream.receive_some_into`."""
         with writable_byte_view(buffer) as view:
-            return await self._receive(self._receiver.receive_into, view)
+            take = self._copy_into if may_fault(view) else self._receiver.receive_into
+            return await self._receive(take, view)
+
+    def _copy_into(self, view: memoryview) -> int:
+        """`Receiver.receive_into` for memory whose access might end this process.
+
+        Raises:
+          OSError: EFAULT: the memory is not there.  The bytes can be received again.
+        """
+        receiver = self._receiver
+        if data := receiver.peek(min(len(view), PIECE)):
+            store(data, view)
+            receiver.discard(len(data))
+        return len(data)
 
     def receive_view(self, max_bytes: int | None = None) -> ReceiveView:
         """Lend a view of the ring; see `SmcStream.receive_view`."""

@@ -26,6 +26,7 @@ from trio.abc import HalfCloseableStream
 
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
+from trio_smc.host.mapped import copies_of, may_fault
 from trio_smc.host.tcp import close_past_program, close_with_reset, end_connection
 
 if TYPE_CHECKING:
@@ -427,6 +428,8 @@ def nonempty_byte_view(data: bytes | bytearray | memoryview) -> memoryview:
     view = byte_view(data)
     if not view:
         raise ValueError("urgent data needs at least one byte")
+    if may_fault(view):
+        return memoryview(b"".join(copies_of(view)))
     return view
 
 
