@@ -58,6 +58,9 @@ ready-dev:
 ready-docs:
 	@$(PYTHON) scripts/bootstrap.py dev dot ip nft redis-server tshark
 
+ready-long:
+	@$(PYTHON) scripts/bootstrap.py dev dot ip nft redis-server tshark aarch64-linux-gnu-gcc
+
 ready-browser:
 	@$(PYTHON) scripts/bootstrap.py dev dot chromium
 
@@ -74,7 +77,7 @@ test: ready-docs
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # The pages are tested by `make docs-check`, and by `.ci/run` as a newcomer follows them.
-test-long: ready-docs
+test-long: ready-long
 	@$(BIN)/python -m pytest -n $(JOBS) --full -m full --ignore=tests/docs $(ARGS)
 
 # `make where FILE` as well: what follows `where` is a module and not a goal.

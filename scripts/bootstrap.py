@@ -22,7 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MARK = ".made-by-make"
 OLDEST = (3, 11)
-PACKAGE_OF = {
+PACKAGES_OF = {
+    "aarch64-linux-gnu-gcc": "gcc-aarch64-linux-gnu libc6-dev-arm64-cross",
     "chromium": "chromium",
     "dot": "graphviz",
     "ip": "iproute2",
@@ -48,9 +49,8 @@ def main(arguments: list[str]) -> int:
     extra, commands = arguments[0], arguments[1:]
     # Debian's users have no directories of system commands in their PATH.
     places = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    packages = [
-        PACKAGE_OF[command] for command in commands if not shutil.which(command, path=places)
-    ]
+    missing = [command for command in commands if not shutil.which(command, path=places)]
+    packages = [package for command in missing for package in PACKAGES_OF[command].split()]
     ready = any(_stamp(name).exists() for name in INCLUDED_IN[extra])
     if not ready and not _has_ensurepip():
         packages.append(f"python3.{sys.version_info.minor}-venv")

@@ -198,6 +198,7 @@ def machine_code(tmp_path: Path, *flags: str) -> dict[str, set[str]]:
     return functions
 
 
+@pytest.mark.full
 def test_instructions_of_arm64(tmp_path: Path) -> None:
     """ARMv8.0 has exclusive loads and stores."""
     code = machine_code(tmp_path, "-march=armv8-a", "-mno-outline-atomics")
@@ -207,6 +208,7 @@ def test_instructions_of_arm64(tmp_path: Path) -> None:
     assert "dmb ish" in code["fence"]
 
 
+@pytest.mark.full
 def test_instructions_of_arm64_with_atomics(tmp_path: Path) -> None:
     """ARMv8.1 exchanges by a single instruction."""
     code = machine_code(tmp_path, "-march=armv8.1-a")
