@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo example quick test test-long where test-compiled pythons prometheus programs wheels interop conform conform-mutants lint types bench states rooms ladders cli-page compliance campaigns soak docs docs-check figures performance clean \
-    ready-bench ready-cli ready-dev ready-docs ready-browser
+    ready-bench ready-cli ready-dev ready-docs ready-long ready-browser
 
 help:
 	@echo 'make demo       two programs of README, a file, processor time: SMC-R and TCP'
