@@ -177,20 +177,20 @@ def guest(kernel: Path, root: Path, lines: Sequence[str]) -> int:
     status.unlink(missing_ok=True)
     script = " && ".join(["cd /work", *lines])
     init.write_text(
-        "#!/bin/sh\nexport PATH=/usr/sbin:/usr/bin HOME=/root"
+        "#!/bin/sh\nexport PATH=/usr/sbin:/usr/bin HOME=/root TERM=dumb"
         f"{_MOUNTS}sh -c {shlex.quote(script)} < /dev/null > /dev/console 2>&1\n"
         f"echo $? > /{STATUS}\nsync\n"
     )
     init.chmod(0o755)
     boot = (
-        "console=ttyAMA0 quiet panic=-1 root=root rootfstype=9p rw init=/" + INIT,
+        "console=ttyAMA0 loglevel=0 panic=-1 root=root rootfstype=9p rw init=/" + INIT,
         "rootflags=trans=virtio,version=9p2000.L,msize=512000,cache=loose",
     )
+    # The kernel panics without a word when its first process ends, and QEMU ends at the reboot.
     machine = ["-machine", "virt", "-cpu", PROCESSORS[ARCH], "-smp", "2", "-m", "2048"]
     files = ["-fsdev", f"local,id=root,path={root},security_model=none,multidevs=remap"]
     files += ["-device", "virtio-9p-pci,fsdev=root,mount_tag=root", "-device", "virtio-rng-pci"]
     command = ["qemu-system-aarch64", *machine, "-nographic", "-no-reboot", "-nic", "none", *files]
-    # The kernel panics when its first process ends, and QEMU ends in place of a reboot.
     try:
         subprocess.run(
             [*command, "-kernel", kernel, "-append", " ".join(boot)],
