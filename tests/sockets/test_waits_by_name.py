@@ -581,7 +581,7 @@ def test_the_end_of_tcp_ends_no_wait(enabled: None) -> None:
             assert found is sock
 
             async def close() -> None:
-                close_past_program(sock.plain)
+                close_past_program(sock.plain, reset=False)
 
             outcome: object = "waits"
             with trio.move_on_after(10 * QUIET):

@@ -72,17 +72,21 @@ _PEER_HAS_ENDED = {6, CLOSE, CLOSE_WAIT, 9, 11}  # and TIME_WAIT, LAST_ACK, CLOS
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
     """Close a TCP socket so that the peer receives RST."""
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-    close_past_program(sock)
+    close_past_program(sock, reset=True)
 
 
-def close_past_program(sock: trio.socket.SocketType) -> None:
+def close_past_program(sock: trio.socket.SocketType, *, reset: bool) -> None:
     """Close the TCP socket of an SMC-R connection, whose stream the program may still use.
 
     Trio's `close` calls `trio.lowlevel.notify_closing`.  With the function that `enable` installs
     there, the program's calls of the stream would end.
+
+    Args:
+      reset: the peer receives RST.
     """
+    if reset:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     end_waits(sock)
     if (number := sock.detach()) >= 0:
         socket.close(number)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from trio_smc.host.tcp import (
     close_past_program,
-    close_with_reset,
     resets_on_close,
     socket_cookie,
     unread_bytes,
@@ -192,10 +191,8 @@ class Endpoint:
     def _close(self, sock: trio.socket.SocketType, *, reset: bool) -> None:
         if self.close_socket is not None:
             self.close_socket(reset)
-        elif reset:
-            close_with_reset(sock)
         else:
-            close_past_program(sock)
+            close_past_program(sock, reset=reset)
 
     def may_end(self, connection: Connection) -> bool:
         """Let the descriptor of the TCP socket show the end of the stream to a program that polls
