@@ -1,4 +1,4 @@
-"""TCP sockets: unread, unsent and carried bytes, urgent data, and resets (tcp(7))."""
+"""TCP sockets: identity, unread, unsent and carried bytes, urgent data, resets (tcp(7))."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "CLOSE",
     "CLOSE_WAIT",
     "ESTABLISHED",
+    "SocketIdentity",
     "backlog",
     "carried_bytes",
     "close_past_program",
@@ -35,7 +36,6 @@ __all__ = [
     "peer_end",
     "queued",
     "resets_on_close",
-    "socket_cookie",
     "tcp_state",
     "unread_bytes",
     "unsent_bytes",
@@ -68,6 +68,43 @@ CLOSE: Final = 7
 CLOSE_WAIT: Final = 8
 """The peer's FIN has arrived."""
 _PEER_HAS_ENDED = {6, CLOSE, CLOSE_WAIT, 9, 11}  # and TIME_WAIT, LAST_ACK, CLOSING
+
+
+class SocketIdentity:
+    """Remembers a socket, and recognises it.
+
+    A program may close the descriptor of a socket by its number.  The kernel then gives the number
+    to another file, which the owner of the socket must leave alone.
+
+    Raises:
+      OSError: the socket is closed.
+    """
+
+    __slots__ = ("_cookie",)
+
+    def __init__(self, sock: trio.socket.SocketType) -> None:
+        self._cookie = _socket_cookie(sock)
+
+    def is_of(self, sock: trio.socket.SocketType) -> bool:
+        """True if the descriptor of ``sock`` is open, and belongs to the remembered socket."""
+        try:
+            return _socket_cookie(sock) == self._cookie
+        except OSError:  # closed, or a file that is no socket
+            return False
+
+
+def _socket_cookie(sock: trio.socket.SocketType) -> bytes:
+    """The kernel's number of a socket, which no other socket of the system has.
+
+    A system without this number has inodes, which differ between sockets that are open.
+
+    Raises:
+      OSError: the descriptor is closed.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
+    except OSError:
+        return b"inode %d" % os.fstat(sock.fileno()).st_ino
 
 
 def close_with_reset(sock: trio.socket.SocketType) -> None:
@@ -207,20 +244,6 @@ def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
             return False
         raise
     return True
-
-
-def socket_cookie(sock: trio.socket.SocketType) -> bytes:
-    """The kernel's number of a socket, which no other socket of the system has.
-
-    A system without this number has inodes, which differ between sockets that are open.
-
-    Raises:
-      OSError: the descriptor is closed.
-    """
-    try:
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
-    except OSError:
-        return b"inode %d" % os.fstat(sock.fileno()).st_ino
 
 
 def is_open(sock: trio.socket.SocketType | socket.socket) -> bool:

@@ -78,7 +78,11 @@ def owners_of(waitable: object, number: int) -> Iterable[Any]:
 
 
 def _file(number: int) -> tuple[int, int] | None:
-    """The identity of an open file; None if the number is not in use."""
+    """The identity of an open file; None if the number is not in use.
+
+    Only the number is known here.  A `host.tcp.SocketIdentity` needs a socket object, and to make
+    one for each wait would take three times as long as fstat(2).
+    """
     try:
         status = os.fstat(number)
     except (OSError, OverflowError):

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from trio_smc.host.tcp import (
+    SocketIdentity,
     close_past_program,
     resets_on_close,
-    socket_cookie,
     unread_bytes,
 )
 
@@ -55,7 +55,7 @@ class Endpoint:
     after its stream was closed.
     """
 
-    __slots__ = ("_cookie", "_reset_waits", "_stack", "_timer", "abandoned", "close_socket",
+    __slots__ = ("_identity", "_reset_waits", "_stack", "_timer", "abandoned", "close_socket",
                  "closed_by_user", "connection", "group", "lingers", "on_tcp_end", "reset", "rmbe",
                  "sock")  # fmt: skip
 
@@ -66,7 +66,7 @@ class Endpoint:
         self._timer: Timer | None = None
         self.group: LinkGroup = group
         self.rmbe: Rmbe = rmbe
-        self._cookie = b""
+        self._identity: SocketIdentity | None = None
         self.sock: trio.socket.SocketType | None = None
         """The TCP connection while SMC-R owns it; otherwise None."""
         self.reset: bool = False
@@ -87,7 +87,7 @@ class Endpoint:
         """Own the TCP connection from now on, because the rendezvous is complete."""
         self.sock = sock
         with contextlib.suppress(OSError):  # the program has closed the descriptor
-            self._cookie = socket_cookie(sock)
+            self._identity = SocketIdentity(sock)
         self._stack.tcp_watch.add(sock, self)
         if self.connection.receiver.peer_done and not self.may_end(self.connection):
             self.tcp_data()
@@ -238,7 +238,7 @@ class Endpoint:
         if sock is not None:
             self.announce_tcp_end()
             self._stack.tcp_watch.remove(sock)
-            if not self._is_number_of(sock):
+            if not self._is_own(sock):
                 sock.detach()  # the number may belong to another file now
                 return None
         return sock
@@ -247,10 +247,7 @@ class Endpoint:
     def owns_number(self) -> bool:
         """False if the program has closed the descriptor of the TCP socket, perhaps by its
         number, which may belong to another file now."""
-        return self.sock is not None and self._is_number_of(self.sock)
+        return self.sock is not None and self._is_own(self.sock)
 
-    def _is_number_of(self, sock: trio.socket.SocketType) -> bool:
-        try:
-            return socket_cookie(sock) == self._cookie
-        except OSError:
-            return False
+    def _is_own(self, sock: trio.socket.SocketType) -> bool:
+        return self._identity is not None and self._identity.is_of(sock)
