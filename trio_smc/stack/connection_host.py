@@ -8,12 +8,7 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from trio_smc.host.tcp import (
-    SocketIdentity,
-    close_past_program,
-    resets_on_close,
-    unread_bytes,
-)
+from trio_smc.host.tcp import SocketIdentity, close_past_program, resets_on_close
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,8 +84,11 @@ class Endpoint:
         with contextlib.suppress(OSError):  # the program has closed the descriptor
             self._identity = SocketIdentity(sock)
         self._stack.tcp_watch.add(sock, self)
-        if self.connection.receiver.peer_done and not self.may_end(self.connection):
-            self.tcp_data()
+        if self.connection.receiver.peer_done:
+            if self.has_tcp_bytes(self.connection):
+                self.tcp_data()
+            else:
+                self.show_end(self.connection)
 
     def announce_tcp_end(self) -> None:
         """Call `on_tcp_end`, because the caller closes the TCP connection now."""
@@ -194,20 +192,20 @@ class Endpoint:
         else:
             close_past_program(sock, reset=reset)
 
-    def may_end(self, connection: Connection) -> bool:
-        """Let the descriptor of the TCP socket show the end of the stream to a program that polls
-        it.
-
-        Returns:
-          False if there are bytes on the TCP connection: the peer's program may have written a part
-          of the stream to its descriptor.
-        """
+    def has_tcp_bytes(self, connection: Connection) -> bool:
+        """True if bytes are unread on the TCP connection: the peer's program may have written a
+        part of the stream to its descriptor."""
         if self.sock is not None and self.owns_number:
-            with contextlib.suppress(OSError, ValueError):  # reset, or without a descriptor
-                if unread_bytes(self.sock):
-                    return False
-                self.sock.shutdown(socket.SHUT_RD)  # sends nothing
-        return True
+            with contextlib.suppress(OSError):
+                return self._stack.tcp_watch.has_bytes(self.sock)
+        return False
+
+    def show_end(self, connection: Connection) -> None:
+        """Let the descriptor of the TCP socket show the end of the stream to a program that polls
+        it.  Sends nothing."""
+        if self.sock is not None and self.owns_number:
+            with contextlib.suppress(OSError):  # the peer has reset TCP
+                self.sock.shutdown(socket.SHUT_RD)
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection; unknown, "none", before it is adopted."""
