@@ -242,8 +242,8 @@ def test_send_takes_and_refuses_the_buffers_of_a_plain_socket(enabled: None, sha
 
 def test_no_call_over_smc_r_is_left_to_the_plain_socket() -> None:
     """Exceptions are calls without a meaning for a connected socket, whose errors come from the
-    kernel."""
-    plain = {"hand_out", "connect_to"}
+    kernel, and `fileno`, which asks `descriptor_socket`."""
+    plain = {"hand_out", "connect_to", "fileno"}
     calls = {name for name in vars(Side) if not name.startswith("_")} - {"stream"}
     assert calls - set(vars(OverSmc)) == plain
 
