@@ -103,11 +103,11 @@ class Endpoint:
         directions.
         """
         resets = self.sock is not None and resets_on_close(self.sock)
-        if self.closed_by_user and not resets:
-            return
         if not self.closed_by_user:
             self.closed_by_user = self.abandoned = True
             self._stack.pump.drain()  # data that has just arrived is unread, too
+        elif not resets:
+            return
         if resets:
             self.connection.abort()
         else:
