@@ -26,6 +26,7 @@ from trio.testing import wait_all_tasks_blocked
 
 import trio_smc
 from tests.sockets.test_wrapped_sockets import HOST, QUIET, outcome_of
+from tests.stack.test_weak import Interrupting, remove
 from tests.timing import PATIENCE
 from trio_smc.host.tcp import close_past_program
 from trio_smc.sockets.drop_in import DropInSocket, find_drop_in
@@ -569,6 +570,21 @@ def test_a_number_stays_with_the_file_that_has_it() -> None:
         os.close(kept)
     assert [*owners_of(first, -1)] == owners[:1]
     assert [*owners_of(number, number)] == []
+
+
+def test_an_interrupt_is_raised_while_a_socket_goes_away() -> None:
+    owner = frozenset({1})
+    with socket.socket() as sock:
+        number = sock.fileno()
+        expose(sock, owner)
+        interrupting = Interrupting(sock)
+        assert number in NUMBERS
+    sockets = [sock]
+    del sock
+    with pytest.raises(KeyboardInterrupt):
+        remove(sockets)
+    assert interrupting() is None
+    assert number not in NUMBERS
 
 
 def test_the_end_of_tcp_ends_no_wait(enabled: None) -> None:

@@ -27,7 +27,7 @@ import trio
 from trio_smc._base.journal import Journal
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import STREAM_COUNTERS, Agreed, StackStatistics
-from trio_smc._base.weak_set import WeakSet
+from trio_smc._base.weak import WeakSet
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
 from trio_smc.host.netlink import kernel_ueids
