@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -307,13 +307,6 @@ async def of_new(name: Callable[[Any], Any]) -> list[object]:
         if isinstance(waitable, socket.socket) and waitable is not raw_of(sock):
             waitable.detach()
     return seen
-
-
-@pytest.fixture
-def enabled() -> Iterator[None]:
-    trio_smc.enable(CONFIG)
-    yield
-    trio_smc.disable()
 
 
 def over_both(

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
@@ -285,13 +285,6 @@ async def a_listener_that_is_detached() -> list[object]:
             seen += [listener.fileno(), raw.getsockname() == address]
             seen.append(await serve_one(trio.socket.from_stdlib_socket(raw), address))
     return seen
-
-
-@pytest.fixture
-def enabled() -> Iterator[None]:
-    trio_smc.enable(CONFIG)
-    yield
-    trio_smc.disable()
 
 
 @pytest.mark.filterwarnings("ignore:unclosed stream:ResourceWarning")
