@@ -15,8 +15,8 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -66,6 +66,17 @@ NAMES: Final[dict[str, Callable[[Any], Any]]] = {
     "same-descriptor": same_descriptor,
     "holder": lambda sock: Holder(sock.fileno()),
 }
+
+
+@contextmanager
+def named(sock: Any, name: Callable[[Any], Any]) -> Iterator[Any]:
+    """The object by which a program names a socket."""
+    waitable = name(sock)
+    try:
+        yield waitable
+    finally:
+        if isinstance(waitable, socket.socket) and waitable is not raw_of(sock):
+            waitable.detach()
 
 
 class Ends(NamedTuple):
@@ -216,14 +227,13 @@ async def fill(sock: Any) -> int:
 
 async def of_connection(ends: Ends, name: Callable[[Any], Any]) -> list[object]:
     sock, peer = ends
-    waitable = name(sock)
-    wait_readable = partial(trio.lowlevel.wait_readable, waitable)
-    wait_writable = partial(trio.lowlevel.wait_writable, waitable)
 
     async def end_waits() -> None:
         trio.lowlevel.notify_closing(waitable)
 
-    try:
+    with named(sock, name) as waitable:
+        wait_readable = partial(trio.lowlevel.wait_readable, waitable)
+        wait_writable = partial(trio.lowlevel.wait_writable, waitable)
         seen = [await outcome_of(wait_readable), await outcome_of(wait_writable)]
         seen.append(await woken(wait_readable, partial(send, peer, b"x")))
         seen += [await outcome_of(wait_readable), await sock.recv(10)]
@@ -236,17 +246,12 @@ async def of_connection(ends: Ends, name: Callable[[Any], Any]) -> list[object]:
         peer.close()
         seen.append(await outcome_of(wait_readable))
         seen.append(await sock.recv(1))
-    finally:
-        if isinstance(waitable, socket.socket) and waitable is not raw_of(sock):
-            waitable.detach()
     return seen
 
 
 async def of_listener(sock: Any, name: Callable[[Any], Any], *, accepts: bool) -> list[object]:
     """A server that waits before each call of `accept`, and is busy afterwards."""
-    waitable, address, served = name(sock), sock.getsockname(), 0
-    wait_readable = partial(trio.lowlevel.wait_readable, waitable)
-    wait_writable = partial(trio.lowlevel.wait_writable, waitable)
+    address, served = sock.getsockname(), 0
 
     async def end_waits() -> None:
         trio.lowlevel.notify_closing(waitable)
@@ -261,13 +266,15 @@ async def of_listener(sock: Any, name: Callable[[Any], Any], *, accepts: bool) -
 
     async def serve() -> None:
         for _ in range(CLIENTS):
-            await wait_readable()
+            await trio.lowlevel.wait_readable(waitable)
             with (await sock.accept())[0] as client:
                 await client.send(await client.recv(1))
             await trio.sleep(0.03)
 
-    try:
-        seen: list[object] = []
+    seen: list[object] = []
+    with named(sock, name) as waitable:
+        wait_readable = partial(trio.lowlevel.wait_readable, waitable)
+        wait_writable = partial(trio.lowlevel.wait_writable, waitable)
         if accepts:  # before the first wait
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(request)
@@ -283,17 +290,17 @@ async def of_listener(sock: Any, name: Callable[[Any], Any], *, accepts: bool) -
                         nursery.start_soon(request)
                         await trio.sleep(0.01)
             seen.append(served)
-    finally:
-        if isinstance(waitable, socket.socket) and waitable is not raw_of(sock):
-            waitable.detach()
     return seen
 
 
 async def of_new(name: Callable[[Any], Any]) -> list[object]:
     """A socket that is not connected yet, and its connection."""
     seen: list[object] = []
-    with await listening() as listener, trio.socket.socket() as sock:
-        waitable = name(sock)
+    with (
+        await listening() as listener,
+        trio.socket.socket() as sock,
+        named(sock, name) as waitable,
+    ):
         seen.append(await outcome_of(partial(trio.lowlevel.wait_readable, waitable)))
         seen.append(await outcome_of(partial(trio.lowlevel.wait_writable, waitable)))
         trio.lowlevel.notify_closing(waitable)
@@ -304,8 +311,6 @@ async def of_new(name: Callable[[Any], Any]) -> list[object]:
             wait_readable = partial(trio.lowlevel.wait_readable, waitable)
             seen.append(await outcome_of(wait_readable))
             seen.append(await woken(wait_readable, partial(server.send, b"x")))
-        if isinstance(waitable, socket.socket) and waitable is not raw_of(sock):
-            waitable.detach()
     return seen
 
 
