@@ -36,7 +36,9 @@ CONFIG: Final = trio_smc.Config(learn_short=False, tcp_option="off")
 RAW: Final = "_sock"
 """The attribute of Trio's sockets by which AnyIO passes them on."""
 CLIENTS: Final = 3
-WATCHED: Final = 0.5
+BUSY: Final = 0.02
+"""Seconds; longer than a listener leaves a connection to other processes."""
+WATCHED: Final = 0.1
 """Seconds after which the stack watches the TCP connection of an SMC-R connection."""
 
 
@@ -215,14 +217,11 @@ async def woken(wait: Callable[[], Awaitable[Any]], by: Callable[[], Awaitable[A
 
 async def fill(sock: Any) -> int:
     """Send until no more fits; returns the number of bytes."""
-    sent = 0
-    with trio.move_on_after(PATIENCE):
-        while True:
-            with trio.move_on_after(0.1) as scope:
-                sent += await sock.send(bytes(1 << 20))
-            if scope.cancelled_caught:
-                break
-    return sent
+    total = 0
+    while isinstance(sent := await outcome_of(partial(sock.send, bytes(1 << 20))), int):
+        total += sent
+    assert sent == "waits"
+    return total
 
 
 async def of_connection(ends: Ends, name: Callable[[Any], Any]) -> list[object]:
@@ -250,7 +249,7 @@ async def of_connection(ends: Ends, name: Callable[[Any], Any]) -> list[object]:
 
 
 async def of_listener(sock: Any, name: Callable[[Any], Any], *, accepts: bool) -> list[object]:
-    """A server that waits before each call of `accept`, and is busy afterwards."""
+    """A server that waits before each call of `accept`, and is busy between two clients."""
     address, served = sock.getsockname(), 0
 
     async def end_waits() -> None:
@@ -265,11 +264,12 @@ async def of_listener(sock: Any, name: Callable[[Any], Any], *, accepts: bool) -
             served += answer == b"?"
 
     async def serve() -> None:
-        for _ in range(CLIENTS):
+        for number in range(CLIENTS):
+            if number:
+                await trio.sleep(BUSY)
             await trio.lowlevel.wait_readable(waitable)
             with (await sock.accept())[0] as client:
                 await client.send(await client.recv(1))
-            await trio.sleep(0.03)
 
     seen: list[object] = []
     with named(sock, name) as waitable:

@@ -23,7 +23,7 @@ import trio_smc
 from tests.timing import PATIENCE
 
 HOST: Final = "127.0.0.1"
-QUIET: Final = 0.02
+QUIET: Final = 0.005
 """Seconds without a runnable task after which a call counts as waiting."""
 DEFER_ACCEPT: Final = (socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT)
 CONFIG: Final = trio_smc.Config(learn_short=False, tcp_option="off")
