@@ -15,7 +15,7 @@ import trio
 
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.observer import ObserverGroup
-from trio_smc._base.weak_set import WeakSet
+from trio_smc._base.weak import WeakSet
 from trio_smc.config.config import Config, short_repr
 from trio_smc.connecting.connect import connect_stream
 from trio_smc.connecting.listener import SmcListener, open_listening_sockets

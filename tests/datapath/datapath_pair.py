@@ -90,8 +90,11 @@ class FakeHost:
     def close_tcp(self, connection: Connection) -> None:
         self.calls.append("close_tcp")
 
-    def may_end(self, connection: Connection) -> bool:
-        return True
+    def has_tcp_bytes(self, connection: Connection) -> bool:
+        return False
+
+    def show_end(self, connection: Connection) -> None:
+        """No-op."""
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         return self.end

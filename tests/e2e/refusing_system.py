@@ -1,11 +1,12 @@
 """Processes whose system refuses one call, as a sandbox or an emulator does: an echo server and its
 client, over TCP or under `enable()`.
 
-    python -m tests.e2e.refusing_system ERRNO
+    python -m tests.e2e.refusing_system ERRNO [CALL ...]
 
 For each call that trio_smc makes and the same program does not make over TCP, it starts a server
 and a client, once with a server that is refused the call, and once with such a client.  It prints a
-JSON object: for each call the two outcomes, "smc-r", "tcp", or what went wrong.
+JSON object: for each call the two outcomes, "smc-r", "tcp", or what went wrong.  Both processes are
+also refused each CALL.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Final
 
@@ -62,10 +63,12 @@ class System:
     Attributes:
       calls: names of the calls so far.
       refused: the name of the call that fails, or "".
+      unknown: names of calls that always fail.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, unknown: Collection[str]) -> None:
         self.number = number
+        self.unknown = unknown
         self.calls: dict[str, None] = {}
         self.refused = ""
 
@@ -108,7 +111,7 @@ class System:
 
     def _call(self, name: str) -> None:
         self.calls[name] = None
-        if name == self.refused:
+        if name == self.refused or name in self.unknown:
             raise OSError(self.number, os.strerror(self.number))
 
 
@@ -205,7 +208,7 @@ async def _limited(body: Callable[..., Any], argument: int) -> str | None:
 def main() -> None:
     """Try all calls."""
     signal.alarm(int(8 * PATIENCE))
-    system = System(int(sys.argv[1]))
+    system = System(int(sys.argv[1]), sys.argv[2:])
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         os.environ["XDG_RUNTIME_DIR"] = directory
         system.install()

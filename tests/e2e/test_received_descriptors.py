@@ -95,11 +95,14 @@ def sockets(path: Path) -> Iterator[tuple[str, socket.socket]]:
                 sock.close()
 
 
-async def longest_pause(seconds: float = 0.3) -> float:
-    """How long the loop stood still at most."""
+async def longest_pause(turns: int = 10) -> float:
+    """How long the loop stood still at most, in seconds.
+
+    Descriptors that have arrived are taken in the first turns.
+    """
     longest = 0.0
-    end = trio.current_time() + seconds
-    while (before := trio.current_time()) < end:
+    for _ in range(turns):
+        before = trio.current_time()
         await trio.sleep(0.01)
         longest = max(longest, trio.current_time() - before)
     return longest
@@ -114,7 +117,7 @@ async def test_all_sockets(runtime_directory: Path, way: str, when: str) -> None
             with lingering() as fd:
                 if when == "after a message" and proper[kind]:
                     sock.send(proper[kind])
-                    assert await longest_pause(0.05) < AT_ONCE
+                    assert await longest_pause(5) < AT_ONCE
                 taken = give_away(sock, b"x" * 40, fd, 253 if when == "253" else 1)
                 assert taken is (kind == "rnic" or way == "dropped")
                 if when == "unread":

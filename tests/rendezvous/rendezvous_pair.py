@@ -122,6 +122,10 @@ class _Watch:
             return "reset"
         return tcp.ended or "none"
 
+    @staticmethod
+    def has_bytes(sock: object) -> bool:
+        return bool(cast(Tcp, sock).inbox)
+
     def close(self) -> None:
         pass
 
@@ -209,6 +213,9 @@ class Tcp:
 
     def getsockopt(self, _level: int, _option: int, _size: int) -> bytes:
         return b"cookie"
+
+    def shutdown(self, _how: int) -> None:
+        """No-op: `Endpoint` ends only reading, which sends nothing."""
 
     def close(self) -> None:
         self.end("rst" if self._linger[:1] == b"\x01" else "fin")

@@ -42,17 +42,7 @@ LOOPBACK = "127.0.0.1"
 TCP_ULP = 31
 SO_ZEROCOPY = 60
 MSG_ZEROCOPY = 0x4000000
-SMALL = trio_smc.Config(receive_buffer=16 * 1024)
-
-
-@pytest.fixture
-def enabled() -> Iterator[None]:
-    """Call `enable` before the run, like the first line of a program."""
-    trio_smc.enable(SMALL)
-    try:
-        yield
-    finally:
-        trio_smc.disable()
+CONFIG = trio_smc.Config(receive_buffer=16 * 1024)
 
 
 @asynccontextmanager
@@ -115,7 +105,7 @@ def test_trios_own_streams_keep_their_contract(
         monkeypatch.setattr(
             "trio.testing._check_streams.assert_checkpoints", contextlib.nullcontext
         )
-    trio_smc.enable(dataclasses.replace(SMALL, checkpoints=checkpoints))
+    trio_smc.enable(dataclasses.replace(CONFIG, checkpoints=checkpoints))
     trio.run(check_half_closeable_stream, make_pair, make_blocked)
 
 
@@ -242,8 +232,8 @@ def test_send_takes_and_refuses_the_buffers_of_a_plain_socket(enabled: None, sha
 
 def test_no_call_over_smc_r_is_left_to_the_plain_socket() -> None:
     """Exceptions are calls without a meaning for a connected socket, whose errors come from the
-    kernel."""
-    plain = {"hand_out", "connect_to"}
+    kernel, and `fileno`, which asks `descriptor_socket`."""
+    plain = {"hand_out", "connect_to", "fileno"}
     calls = {name for name in vars(Side) if not name.startswith("_")} - {"stream"}
     assert calls - set(vars(OverSmc)) == plain
 
@@ -449,7 +439,7 @@ def test_sockets_and_streams_have_one_default_of_checkpoints(
 
 def test_a_socket_sends_before_it_yields(enabled: None) -> None:
     """If the call yielded first, each message would take one more pass of the scheduler."""
-    trio_smc.enable(dataclasses.replace(SMALL, checkpoints="strict"))
+    trio_smc.enable(dataclasses.replace(CONFIG, checkpoints="strict"))
 
     async def main() -> None:
         async with drop_ins() as (client, server):
@@ -662,7 +652,7 @@ def test_pyverbs_is_imported_before_the_run(
 
     monkeypatch.setattr(enable, "active_ports", lambda: ports)
     monkeypatch.setattr(pyverbs, "load", load)
-    trio_smc.enable(dataclasses.replace(SMALL, rnics=rnics))
+    trio_smc.enable(dataclasses.replace(CONFIG, rnics=rnics))
     trio.run(main)
     assert loaded_in_run == ([False] if ports and rnics == "auto" else [])
 
@@ -700,7 +690,7 @@ def test_a_guest_run_uses_smc_r(enabled: None) -> None:
 
 
 async def test_enabled_inside_a_run() -> None:
-    trio_smc.enable(SMALL)
+    trio_smc.enable(CONFIG)
     try:
         async with drop_ins() as (client, server):
             assert over_smc(client)

@@ -20,16 +20,10 @@ import trio_smc
 from tests.timing import PATIENCE
 
 CONFIG = trio_smc.Config(require_smc=True)
+pytestmark = pytest.mark.usefixtures("enabled")
 UNREAD = b"unread bytes of the program's own file"
 _REGISTERED = 0.1
 """Seconds after which the watch of TCP connections has a new one."""
-
-
-@pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
-    trio_smc.enable(CONFIG)
-    yield
-    trio_smc.disable()
 
 
 @asynccontextmanager

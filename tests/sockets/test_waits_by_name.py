@@ -16,7 +16,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +26,7 @@ from trio.testing import wait_all_tasks_blocked
 
 import trio_smc
 from tests.sockets.test_wrapped_sockets import HOST, QUIET, outcome_of
+from tests.stack.test_weak import Interrupting, remove
 from tests.timing import PATIENCE
 from trio_smc.host.tcp import close_past_program
 from trio_smc.sockets.drop_in import DropInSocket, find_drop_in
@@ -35,7 +36,9 @@ CONFIG: Final = trio_smc.Config(learn_short=False, tcp_option="off")
 RAW: Final = "_sock"
 """The attribute of Trio's sockets by which AnyIO passes them on."""
 CLIENTS: Final = 3
-WATCHED: Final = 0.5
+BUSY: Final = 0.02
+"""Seconds; longer than a listener leaves a connection to other processes."""
+WATCHED: Final = 0.1
 """Seconds after which the stack watches the TCP connection of an SMC-R connection."""
 
 
@@ -65,6 +68,17 @@ NAMES: Final[dict[str, Callable[[Any], Any]]] = {
     "same-descriptor": same_descriptor,
     "holder": lambda sock: Holder(sock.fileno()),
 }
+
+
+@contextmanager
+def named(sock: Any, name: Callable[[Any], Any]) -> Iterator[Any]:
+    """The object by which a program names a socket."""
+    waitable = name(sock)
+    try:
+        yield waitable
+    finally:
+        if isinstance(waitable, socket.socket) and waitable is not raw_of(sock):
+            waitable.detach()
 
 
 class Ends(NamedTuple):
@@ -203,26 +217,22 @@ async def woken(wait: Callable[[], Awaitable[Any]], by: Callable[[], Awaitable[A
 
 async def fill(sock: Any) -> int:
     """Send until no more fits; returns the number of bytes."""
-    sent = 0
-    with trio.move_on_after(PATIENCE):
-        while True:
-            with trio.move_on_after(0.1) as scope:
-                sent += await sock.send(bytes(1 << 20))
-            if scope.cancelled_caught:
-                break
-    return sent
+    total = 0
+    while isinstance(sent := await outcome_of(partial(sock.send, bytes(1 << 20))), int):
+        total += sent
+    assert sent == "waits"
+    return total
 
 
 async def of_connection(ends: Ends, name: Callable[[Any], Any]) -> list[object]:
     sock, peer = ends
-    waitable = name(sock)
-    wait_readable = partial(trio.lowlevel.wait_readable, waitable)
-    wait_writable = partial(trio.lowlevel.wait_writable, waitable)
 
     async def end_waits() -> None:
         trio.lowlevel.notify_closing(waitable)
 
-    try:
+    with named(sock, name) as waitable:
+        wait_readable = partial(trio.lowlevel.wait_readable, waitable)
+        wait_writable = partial(trio.lowlevel.wait_writable, waitable)
         seen = [await outcome_of(wait_readable), await outcome_of(wait_writable)]
         seen.append(await woken(wait_readable, partial(send, peer, b"x")))
         seen += [await outcome_of(wait_readable), await sock.recv(10)]
@@ -235,17 +245,12 @@ async def of_connection(ends: Ends, name: Callable[[Any], Any]) -> list[object]:
         peer.close()
         seen.append(await outcome_of(wait_readable))
         seen.append(await sock.recv(1))
-    finally:
-        if isinstance(waitable, socket.socket) and waitable is not raw_of(sock):
-            waitable.detach()
     return seen
 
 
 async def of_listener(sock: Any, name: Callable[[Any], Any], *, accepts: bool) -> list[object]:
-    """A server that waits before each call of `accept`, and is busy afterwards."""
-    waitable, address, served = name(sock), sock.getsockname(), 0
-    wait_readable = partial(trio.lowlevel.wait_readable, waitable)
-    wait_writable = partial(trio.lowlevel.wait_writable, waitable)
+    """A server that waits before each call of `accept`, and is busy between two clients."""
+    address, served = sock.getsockname(), 0
 
     async def end_waits() -> None:
         trio.lowlevel.notify_closing(waitable)
@@ -259,14 +264,17 @@ async def of_listener(sock: Any, name: Callable[[Any], Any], *, accepts: bool) -
             served += answer == b"?"
 
     async def serve() -> None:
-        for _ in range(CLIENTS):
-            await wait_readable()
+        for number in range(CLIENTS):
+            if number:
+                await trio.sleep(BUSY)
+            await trio.lowlevel.wait_readable(waitable)
             with (await sock.accept())[0] as client:
                 await client.send(await client.recv(1))
-            await trio.sleep(0.03)
 
-    try:
-        seen: list[object] = []
+    seen: list[object] = []
+    with named(sock, name) as waitable:
+        wait_readable = partial(trio.lowlevel.wait_readable, waitable)
+        wait_writable = partial(trio.lowlevel.wait_writable, waitable)
         if accepts:  # before the first wait
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(request)
@@ -282,17 +290,17 @@ async def of_listener(sock: Any, name: Callable[[Any], Any], *, accepts: bool) -
                         nursery.start_soon(request)
                         await trio.sleep(0.01)
             seen.append(served)
-    finally:
-        if isinstance(waitable, socket.socket) and waitable is not raw_of(sock):
-            waitable.detach()
     return seen
 
 
 async def of_new(name: Callable[[Any], Any]) -> list[object]:
     """A socket that is not connected yet, and its connection."""
     seen: list[object] = []
-    with await listening() as listener, trio.socket.socket() as sock:
-        waitable = name(sock)
+    with (
+        await listening() as listener,
+        trio.socket.socket() as sock,
+        named(sock, name) as waitable,
+    ):
         seen.append(await outcome_of(partial(trio.lowlevel.wait_readable, waitable)))
         seen.append(await outcome_of(partial(trio.lowlevel.wait_writable, waitable)))
         trio.lowlevel.notify_closing(waitable)
@@ -303,16 +311,7 @@ async def of_new(name: Callable[[Any], Any]) -> list[object]:
             wait_readable = partial(trio.lowlevel.wait_readable, waitable)
             seen.append(await outcome_of(wait_readable))
             seen.append(await woken(wait_readable, partial(server.send, b"x")))
-        if isinstance(waitable, socket.socket) and waitable is not raw_of(sock):
-            waitable.detach()
     return seen
-
-
-@pytest.fixture
-def enabled() -> Iterator[None]:
-    trio_smc.enable(CONFIG)
-    yield
-    trio_smc.disable()
 
 
 def over_both(
@@ -571,6 +570,21 @@ def test_a_number_stays_with_the_file_that_has_it() -> None:
     assert [*owners_of(number, number)] == []
 
 
+def test_an_interrupt_is_raised_while_a_socket_goes_away() -> None:
+    owner = frozenset({1})
+    with socket.socket() as sock:
+        number = sock.fileno()
+        expose(sock, owner)
+        interrupting = Interrupting(sock)
+        assert number in NUMBERS
+    sockets = [sock]
+    del sock
+    with pytest.raises(KeyboardInterrupt):
+        remove(sockets)
+    assert interrupting() is None
+    assert number not in NUMBERS
+
+
 def test_the_end_of_tcp_ends_no_wait(enabled: None) -> None:
     """Trio's `close` would call the function that `enable` has installed."""
 
@@ -581,7 +595,7 @@ def test_the_end_of_tcp_ends_no_wait(enabled: None) -> None:
             assert found is sock
 
             async def close() -> None:
-                close_past_program(sock.plain)
+                close_past_program(sock.plain, reset=False)
 
             outcome: object = "waits"
             with trio.move_on_after(10 * QUIET):

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ import trio_smc
 from tests.timing import PATIENCE
 
 HOST: Final = "127.0.0.1"
-QUIET: Final = 0.02
+QUIET: Final = 0.005
 """Seconds without a runnable task after which a call counts as waiting."""
 DEFER_ACCEPT: Final = (socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT)
 CONFIG: Final = trio_smc.Config(learn_short=False, tcp_option="off")
@@ -285,13 +285,6 @@ async def a_listener_that_is_detached() -> list[object]:
             seen += [listener.fileno(), raw.getsockname() == address]
             seen.append(await serve_one(trio.socket.from_stdlib_socket(raw), address))
     return seen
-
-
-@pytest.fixture
-def enabled() -> Iterator[None]:
-    trio_smc.enable(CONFIG)
-    yield
-    trio_smc.disable()
 
 
 @pytest.mark.filterwarnings("ignore:unclosed stream:ResourceWarning")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +18,6 @@ from tests.timing import PATIENCE
 CONFIG = trio_smc.Config(require_smc=True)
 HEADER = b"header"
 BODY = b"body of the answer"
-
-
-@pytest.fixture
-def enabled() -> Iterator[None]:
-    trio_smc.enable(CONFIG)
-    yield
-    trio_smc.disable()
 
 
 async def _write(number: int) -> None:

@@ -11,6 +11,7 @@ import trio
 
 from tests.datapath.datapath_pair import FakeHost, Pair
 from trio_smc.stack.connection_host import Endpoint
+from trio_smc.stack.tcp_watch import TcpWatch
 
 
 def no_op(*_: object) -> None:
@@ -36,7 +37,7 @@ async def test_a_tcp_reset_does_not_overtake_data_of_a_roce_port(kind: str) -> N
     """On RoCE, posted writes and the abort message are in flight, and RST could overtake them."""
     timer = SimpleNamespace(cancel=no_op)
     stack: Any = SimpleNamespace(
-        tcp_watch=SimpleNamespace(add=no_op, remove=no_op),
+        tcp_watch=SimpleNamespace(add=no_op, remove=no_op, has_bytes=TcpWatch.has_bytes),
         timers=SimpleNamespace(call_later=lambda *_: timer),
         observer=None,
         connection_closed=no_op,

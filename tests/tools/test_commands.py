@@ -34,7 +34,7 @@ from tests.tools.tools_processes import (
 from trio_smc import Fallback, FallbackReason
 from trio_smc._base.reasons import Diagnosis
 from trio_smc.tools import output
-from trio_smc.tools.commands import top
+from trio_smc.tools.commands import check, top
 from trio_smc.tools.tables import Marked
 
 # --- ss ------------------------------------------------------------------------------------------
@@ -361,6 +361,7 @@ async def test_check_of_a_server_that_resets_at_once(
         stream.abort()
 
     monkeypatch.setattr(trio_smc.Stack, "open_stream", wait_for_reset)
+    monkeypatch.setattr(check, "RETRY_INTERVAL", 0.001)  # the server has no connection to show
     config = trio_smc.Config(rnics=rnics, receive_buffer=16384)
     async with trio_smc.open_stack(config) as stack, trio.open_nursery() as nursery:
         [listener] = await stack.open_listeners(0, host="127.0.0.1")

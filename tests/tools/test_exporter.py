@@ -130,10 +130,12 @@ async def test_bad_clients_do_not_disturb_a_scrape() -> None:
         assert scraped == set(values(once.out))
         os.kill(peer.pid, signal.SIGSTOP)
         try:
-            found = values((await get(port, "/metrics"))[1])
-            once = await quick_command("stats", "--prometheus")
+            async with trio.open_nursery() as both:  # each waits for the stopped process
+                both.start_soon(scrape)
+                once = await quick_command("stats", "--prometheus")
         finally:
             os.kill(peer.pid, signal.SIGCONT)
+        found = values(answers[-1][1])
         assert (found["trio_smc_silent_processes"], found["trio_smc_scrape_failures_total"]) == (
             1, 1,
         )  # fmt: skip

@@ -54,7 +54,7 @@ from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
 from trio_smc.host.platform import is_supported
 from trio_smc.host.real_time import move_on_after, move_on_at
-from trio_smc.host.tcp import backlog, queued, socket_cookie
+from trio_smc.host.tcp import SocketIdentity, backlog, queued
 from trio_smc.rnic.spinner import AcceptSpin
 from trio_smc.streams.rdma_stream import RdmaStream
 
@@ -220,7 +220,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self._of_program = of_program
         shared = of_program and is_supported()
         self._readiness = _Readiness(sock) if shared else None
-        self._cookie = socket_cookie(sock) if shared else b""
+        self._identity = SocketIdentity(sock) if shared else None
         self._stack = stack
         self._config = config
         self._ready: deque[SmcStream] = deque()
@@ -262,33 +262,24 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
     def is_for(self, sock: trio.socket.SocketType) -> bool:
         """True if this is the open listener of a socket of the program."""
-        if not self._cookie or self._closed or self.socket.fileno() != sock.fileno():
+        if self._identity is None or self._closed or self.socket.fileno() != sock.fileno():
             return False
         return self._has_own_descriptor()
 
     def end_if_replaced(self, sock: trio.socket.SocketType) -> None:
         """End the listener if the program has closed its socket, or if ``sock`` is another socket
         and has the number of its descriptor."""
-        if not self._cookie or self._closed:
+        if self._identity is None or self._closed:
             return
         number = self.socket.fileno()
         if number < 0 or (number == sock.fileno() and not self._has_own_descriptor()):
             self.stop()
 
     def _has_own_descriptor(self) -> bool:
-        """True if the descriptor of `socket` is still open, and that of the same socket.
-
-        The program may close a socket of its own by its number, and the kernel then gives the
-        number to another file.
-        """
+        """True if the descriptor of `socket` is still open, and that of the same socket."""
         if self.socket.fileno() < 0:
             return False
-        if not self._cookie:
-            return True
-        try:
-            return socket_cookie(self.socket) == self._cookie
-        except OSError:  # closed, or a file that is no socket
-            return False
+        return self._identity is None or self._identity.is_of(self.socket)
 
     async def accept(self) -> SmcStream:
         """Return the next stream; its mode is the result of the handshake.

@@ -99,9 +99,11 @@ class Host(Protocol):
     def close_tcp(self, connection: Connection) -> None:
         """End the TCP connection by FIN."""
 
-    def may_end(self, connection: Connection) -> bool:
-        """The peer sends no more: its D or C has arrived. False if it has also sent bytes on the
-        TCP connection."""
+    def has_tcp_bytes(self, connection: Connection) -> bool:
+        """True if the peer has sent bytes on the TCP connection."""
+
+    def show_end(self, connection: Connection) -> None:
+        """The peer sends no more: its D or C has arrived, and no bytes on the TCP connection."""
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection."""
@@ -479,9 +481,10 @@ class Connection:
             return
         if self._host.tcp_end(self) != "fin":
             return
-        if not self._host.may_end(self):
+        if self._host.has_tcp_bytes(self):
             self.sent_past_smc()
             return
+        self._host.show_end(self)
         try:
             self.receiver.progress_untrusted(self._rmbe.written)
         except ProtocolError as exc:
@@ -890,9 +893,11 @@ class Connection:
         if endings & ABNORMAL_CLOSE:
             self._process("peer_abort")
             return
-        if not self._aborting and not self._host.may_end(self):
-            self.sent_past_smc()
-            return
+        if not self._aborting:
+            if self._host.has_tcp_bytes(self):
+                self.sent_past_smc()
+                return
+            self._host.show_end(self)
         if all_arrived:
             self.receiver.peer_done = True
         self._process("peer_closed" if endings & CONNECTION_CLOSED else "peer_done")

@@ -264,7 +264,9 @@ class Closer:
             listener.shutdown(socket.SHUT_RDWR)  # refuse new connections
             first, _ = listener.accept()
         except OSError as error:
-            if error.errno == errno.EINVAL:  # shut down, and its backlog is empty
+            # Linux refuses further connections, so the backlog is empty and stays so.  It returns
+            # EAGAIN for a socket that does not block, and EINVAL otherwise.
+            if error.errno in (errno.EAGAIN, errno.EINVAL):
                 listener.close()
             else:
                 self.run(listener.close)

@@ -1,4 +1,4 @@
-"""TCP sockets: unread, unsent and carried bytes, urgent data, and resets (tcp(7))."""
+"""TCP sockets: identity, unread, unsent and carried bytes, urgent data, resets (tcp(7))."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "CLOSE",
     "CLOSE_WAIT",
     "ESTABLISHED",
+    "SocketIdentity",
     "backlog",
     "carried_bytes",
     "close_past_program",
@@ -35,7 +36,6 @@ __all__ = [
     "peer_end",
     "queued",
     "resets_on_close",
-    "socket_cookie",
     "tcp_state",
     "unread_bytes",
     "unsent_bytes",
@@ -70,19 +70,66 @@ CLOSE_WAIT: Final = 8
 _PEER_HAS_ENDED = {6, CLOSE, CLOSE_WAIT, 9, 11}  # and TIME_WAIT, LAST_ACK, CLOSING
 
 
+class SocketIdentity:
+    """Remembers a socket, and recognises it.
+
+    A program may close the descriptor of a socket by its number.  The kernel then gives the number
+    to another file, which the owner of the socket must leave alone.
+
+    Raises:
+      OSError: the socket is closed.
+    """
+
+    __slots__ = ("_cookie",)
+
+    def __init__(self, sock: trio.socket.SocketType) -> None:
+        self._cookie = _socket_cookie(sock)
+
+    def is_of(self, sock: trio.socket.SocketType) -> bool:
+        """True if the descriptor of ``sock`` is open, and belongs to the remembered socket."""
+        try:
+            return _socket_cookie(sock) == self._cookie
+        except OSError:  # closed, or a file that is no socket
+            return False
+
+
+def _socket_cookie(sock: trio.socket.SocketType) -> bytes:
+    """The kernel's number of a socket, which no other socket of the system has.
+
+    A system without this number has inodes, which differ between sockets that are open.  If it does
+    not tell the inode either, all sockets count as the same.
+
+    Raises:
+      OSError: the descriptor is closed.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
+    except OSError:
+        try:
+            return b"inode %d" % os.fstat(sock.fileno()).st_ino
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                raise
+            return b""
+
+
 def close_with_reset(sock: trio.socket.SocketType) -> None:
     """Close a TCP socket so that the peer receives RST."""
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-    close_past_program(sock)
+    close_past_program(sock, reset=True)
 
 
-def close_past_program(sock: trio.socket.SocketType) -> None:
+def close_past_program(sock: trio.socket.SocketType, *, reset: bool) -> None:
     """Close the TCP socket of an SMC-R connection, whose stream the program may still use.
 
     Trio's `close` calls `trio.lowlevel.notify_closing`.  With the function that `enable` installs
     there, the program's calls of the stream would end.
+
+    Args:
+      reset: the peer receives RST.
     """
+    if reset:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     end_waits(sock)
     if (number := sock.detach()) >= 0:
         socket.close(number)
@@ -203,20 +250,6 @@ def is_established(sock: trio.socket.SocketType | socket.socket) -> bool:
             return False
         raise
     return True
-
-
-def socket_cookie(sock: trio.socket.SocketType) -> bytes:
-    """The kernel's number of a socket, which no other socket of the system has.
-
-    A system without this number has inodes, which differ between sockets that are open.
-
-    Raises:
-      OSError: the descriptor is closed.
-    """
-    try:
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
-    except OSError:
-        return b"inode %d" % os.fstat(sock.fileno()).st_ino
 
 
 def is_open(sock: trio.socket.SocketType | socket.socket) -> bool:

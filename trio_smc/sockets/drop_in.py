@@ -448,7 +448,7 @@ class Side:
         return False
 
     def fileno(self) -> int:
-        return int(self.plain.fileno())
+        return self.descriptor_socket().fileno()
 
     def descriptor_socket(self) -> stdlib_socket.socket:
         """The socket whose descriptor `fileno` returns."""
@@ -961,12 +961,6 @@ class OverSmc(Side):
     @property
     def write_shut(self) -> bool:
         return self.stream.write_shut
-
-    def fileno(self) -> int:
-        number = self.stream.socket.fileno()
-        if number >= 0:
-            return number
-        return self.descriptor_socket().fileno()
 
     def descriptor_socket(self) -> stdlib_socket.socket:
         if self.plain.fileno() >= 0:

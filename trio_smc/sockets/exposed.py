@@ -17,11 +17,9 @@ from __future__ import annotations
 import os
 import socket as stdlib_socket
 from collections.abc import Collection, Iterable
-from functools import partial
 from typing import Any, Final
-from weakref import WeakKeyDictionary, ref
 
-from trio_smc._base.weak_set import WeakSet
+from trio_smc._base.weak import WeakKeyMapping, WeakSet, WeakValueMapping
 
 __all__ = ["NUMBERS", "expose", "owners_of"]
 
@@ -41,8 +39,8 @@ class _Exposed:
         self.owners: WeakSet[Any] = WeakSet()
 
 
-_exposed: Final[WeakKeyDictionary[stdlib_socket.socket, _Exposed]] = WeakKeyDictionary()
-_by_number: Final[dict[int, ref[_Exposed]]] = {}
+_exposed: Final[WeakKeyMapping[stdlib_socket.socket, _Exposed]] = WeakKeyMapping()
+_by_number: Final[WeakValueMapping[int, _Exposed]] = WeakValueMapping()
 NUMBERS: Final[Collection[int]] = _by_number.keys()
 """The numbers that may belong to a drop-in socket.  Most numbers that a program waits for are not
 among them."""
@@ -55,19 +53,17 @@ def expose(sock: stdlib_socket.socket, owner: object) -> None:
     if exposed is None:
         exposed = _exposed[sock] = _Exposed(_file(number))
     exposed.owners.add(owner)
-    reference = _by_number.get(number)
-    known = reference and reference()
-    if known is exposed or exposed.file is None or exposed.file != _file(number):
+    if _by_number.get(number) is exposed or exposed.file is None:
         return
-    _by_number[number] = ref(exposed, partial(_forget, number))
+    if exposed.file == _file(number):
+        _by_number[number] = exposed
 
 
 def owners_of(waitable: object, number: int) -> Iterable[Any]:
     """The drop-in sockets of ``waitable``, which is a number or has it; -1: it is closed."""
-    reference = _by_number.get(number)
-    if reference is not None:
-        exposed = reference()
-        if exposed is not None and exposed.file == _file(number):
+    exposed = _by_number.get(number)
+    if exposed is not None:
+        if exposed.file == _file(number):
             return exposed.owners
     elif number == -1 and isinstance(waitable, stdlib_socket.socket):
         # The TCP connection of an SMC-R connection may end before the program closes its socket.
@@ -78,14 +74,13 @@ def owners_of(waitable: object, number: int) -> Iterable[Any]:
 
 
 def _file(number: int) -> tuple[int, int] | None:
-    """The identity of an open file; None if the number is not in use."""
+    """The identity of an open file; None if the number is not in use.
+
+    Only the number is known here.  A `host.tcp.SocketIdentity` needs a socket object, and to make
+    one for each wait would take three times as long as fstat(2).
+    """
     try:
         status = os.fstat(number)
     except (OSError, OverflowError):
         return None
     return status.st_dev, status.st_ino
-
-
-def _forget(number: int, reference: ref[_Exposed]) -> None:
-    if _by_number.get(number) is reference:
-        del _by_number[number]

@@ -8,13 +8,7 @@ import struct
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from trio_smc.host.tcp import (
-    close_past_program,
-    close_with_reset,
-    resets_on_close,
-    socket_cookie,
-    unread_bytes,
-)
+from trio_smc.host.tcp import SocketIdentity, close_past_program, resets_on_close
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +50,7 @@ class Endpoint:
     after its stream was closed.
     """
 
-    __slots__ = ("_cookie", "_reset_waits", "_stack", "_timer", "abandoned", "close_socket",
+    __slots__ = ("_identity", "_reset_waits", "_stack", "_timer", "abandoned", "close_socket",
                  "closed_by_user", "connection", "group", "lingers", "on_tcp_end", "reset", "rmbe",
                  "sock")  # fmt: skip
 
@@ -67,7 +61,7 @@ class Endpoint:
         self._timer: Timer | None = None
         self.group: LinkGroup = group
         self.rmbe: Rmbe = rmbe
-        self._cookie = b""
+        self._identity: SocketIdentity | None = None
         self.sock: trio.socket.SocketType | None = None
         """The TCP connection while SMC-R owns it; otherwise None."""
         self.reset: bool = False
@@ -88,10 +82,13 @@ class Endpoint:
         """Own the TCP connection from now on, because the rendezvous is complete."""
         self.sock = sock
         with contextlib.suppress(OSError):  # the program has closed the descriptor
-            self._cookie = socket_cookie(sock)
+            self._identity = SocketIdentity(sock)
         self._stack.tcp_watch.add(sock, self)
-        if self.connection.receiver.peer_done and not self.may_end(self.connection):
-            self.tcp_data()
+        if self.connection.receiver.peer_done:
+            if self.has_tcp_bytes(self.connection):
+                self.tcp_data()
+            else:
+                self.show_end(self.connection)
 
     def announce_tcp_end(self) -> None:
         """Call `on_tcp_end`, because the caller closes the TCP connection now."""
@@ -106,11 +103,11 @@ class Endpoint:
         directions.
         """
         resets = self.sock is not None and resets_on_close(self.sock)
-        if self.closed_by_user and not resets:
-            return
         if not self.closed_by_user:
             self.closed_by_user = self.abandoned = True
             self._stack.pump.drain()  # data that has just arrived is unread, too
+        elif not resets:
+            return
         if resets:
             self.connection.abort()
         else:
@@ -192,25 +189,23 @@ class Endpoint:
     def _close(self, sock: trio.socket.SocketType, *, reset: bool) -> None:
         if self.close_socket is not None:
             self.close_socket(reset)
-        elif reset:
-            close_with_reset(sock)
         else:
-            close_past_program(sock)
+            close_past_program(sock, reset=reset)
 
-    def may_end(self, connection: Connection) -> bool:
-        """Let the descriptor of the TCP socket show the end of the stream to a program that polls
-        it.
-
-        Returns:
-          False if there are bytes on the TCP connection: the peer's program may have written a part
-          of the stream to its descriptor.
-        """
+    def has_tcp_bytes(self, connection: Connection) -> bool:
+        """True if bytes are unread on the TCP connection: the peer's program may have written a
+        part of the stream to its descriptor."""
         if self.sock is not None and self.owns_number:
-            with contextlib.suppress(OSError, ValueError):  # reset, or without a descriptor
-                if unread_bytes(self.sock):
-                    return False
-                self.sock.shutdown(socket.SHUT_RD)  # sends nothing
-        return True
+            with contextlib.suppress(OSError):
+                return self._stack.tcp_watch.has_bytes(self.sock)
+        return False
+
+    def show_end(self, connection: Connection) -> None:
+        """Let the descriptor of the TCP socket show the end of the stream to a program that polls
+        it.  Sends nothing."""
+        if self.sock is not None and self.owns_number:
+            with contextlib.suppress(OSError):  # the peer has reset TCP
+                self.sock.shutdown(socket.SHUT_RD)
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection; unknown, "none", before it is adopted."""
@@ -241,7 +236,7 @@ class Endpoint:
         if sock is not None:
             self.announce_tcp_end()
             self._stack.tcp_watch.remove(sock)
-            if not self._is_number_of(sock):
+            if not self._is_own(sock):
                 sock.detach()  # the number may belong to another file now
                 return None
         return sock
@@ -250,10 +245,7 @@ class Endpoint:
     def owns_number(self) -> bool:
         """False if the program has closed the descriptor of the TCP socket, perhaps by its
         number, which may belong to another file now."""
-        return self.sock is not None and self._is_number_of(self.sock)
+        return self.sock is not None and self._is_own(self.sock)
 
-    def _is_number_of(self, sock: trio.socket.SocketType) -> bool:
-        try:
-            return socket_cookie(sock) == self._cookie
-        except OSError:
-            return False
+    def _is_own(self, sock: trio.socket.SocketType) -> bool:
+        return self._identity is not None and self._identity.is_of(sock)

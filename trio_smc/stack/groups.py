@@ -27,7 +27,7 @@ import trio
 from trio_smc._base.journal import Journal
 from trio_smc._base.reasons import Fallback, FallbackReason, Origin
 from trio_smc._base.statistics import STREAM_COUNTERS, Agreed, StackStatistics
-from trio_smc._base.weak_set import WeakSet
+from trio_smc._base.weak import WeakSet
 from trio_smc.datapath.connection import Connection
 from trio_smc.failover.mover import GroupMover
 from trio_smc.host.netlink import kernel_ueids
@@ -349,16 +349,15 @@ class GroupTable:
     def close_open(self) -> Iterator[str]:
         """Close the streams that are still open, as close(2) does. Yields a warning for each."""
         for endpoint in list(self.endpoints.values()):
-            was_open = not endpoint.closed_by_user
-            text = f"{endpoint.connection!r} was open when its stack was closed"
+            warning = None if endpoint.closed_by_user else _was_open(endpoint.connection)
             endpoint.forgotten()
-            if was_open:
-                yield text
+            if warning is not None:
+                yield warning
         for stream in list(self.tcp_streams):
             if stream.socket.fileno() >= 0:
-                text = f"{stream!r} was open when its stack was closed"
+                warning = _was_open(stream)
                 stream.close()
-                yield text
+                yield warning
 
     @property
     def has_unfinished(self) -> bool:
@@ -395,6 +394,10 @@ def _apply_change(group: LinkGroup, rnic: Rnic, change: RnicChange) -> None:
         group.rnic_unavailable(rnic)
     else:
         group.rnic_lost(rnic)
+
+
+def _was_open(stream: object) -> str:
+    return f"{stream!r} was open when its stack was closed"
 
 
 def _add_bytes(totals: tuple[int, int], stream: OpenStream) -> tuple[int, int]:

@@ -33,13 +33,13 @@ from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
 
 import trio
 
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.resources import is_lack
+from trio_smc._base.weak import WeakKeyMapping
 from trio_smc.host import pnet
 from trio_smc.host.addresses import Prefix, is_same_host, local_prefix, plain_address
 from trio_smc.host.netlink import AnswerCache
@@ -111,8 +111,8 @@ class StackRnics:
         self._failure = trio.Event()
         self._network = AnswerCache()
         self.table: PnetTable = ()
-        self._networks: WeakKeyDictionary[VerbsRnic, tuple[pnet.Interface, Prefix | None]] = (
-            WeakKeyDictionary()
+        self._networks: WeakKeyMapping[VerbsRnic, tuple[pnet.Interface, Prefix | None]] = (
+            WeakKeyMapping()
         )
 
     # --- opening and closing ---------------------------------------------------------------

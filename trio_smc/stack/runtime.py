@@ -42,7 +42,7 @@ from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
 from trio_smc._base.waits import wait_readable
-from trio_smc._base.weak_set import WeakSet
+from trio_smc._base.weak import WeakSet
 from trio_smc.datapath.connection import Connection
 from trio_smc.datapath.receiver import Receiver
 from trio_smc.datapath.sender import Sender

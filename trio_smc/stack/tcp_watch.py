@@ -80,6 +80,12 @@ class TcpWatch:
         """How the peer has ended the TCP connection, even if no event has told it yet."""
         return peer_end(sock)
 
+    @staticmethod
+    def has_bytes(sock: trio.socket.SocketType) -> bool:
+        """True if bytes of the peer are unread on the TCP connection, even if no event has reported
+        them yet.  Raises OSError if the socket is closed."""
+        return unread_bytes(sock) > 0
+
     def remove(self, sock: trio.socket.SocketType) -> None:
         """Stop watching; to be called before ``sock`` is closed. Idempotent."""
         number = sock.fileno()

@@ -27,7 +27,7 @@ from trio.abc import HalfCloseableStream
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.host.mapped import copies_of, may_fault
-from trio_smc.host.tcp import close_past_program, close_with_reset, end_connection
+from trio_smc.host.tcp import close_past_program, end_connection
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -97,10 +97,8 @@ class SmcSocket:
         """
         if self._in_use and self._sock.fileno() >= 0 and end_connection(self._sock, reset=reset):
             self.ended = socket.socket(fileno=self._sock.detach())
-        elif reset:
-            close_with_reset(self._sock)
         else:
-            close_past_program(self._sock)
+            close_past_program(self._sock, reset=reset)
 
     def free_number(self) -> None:
         """The program no longer uses the descriptor number."""

@@ -60,7 +60,7 @@ import trio
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.timers import Timers
-from trio_smc._base.weak_set import WeakSet
+from trio_smc._base.weak import WeakSet
 from trio_smc.host.addresses import plain_address
 from trio_smc.host.platform import is_supported
 from trio_smc.host.private_directory import (

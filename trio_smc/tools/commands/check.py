@@ -104,7 +104,7 @@ _NO_SMC_R: Final = 1
 _NOT_APPLIED: Final = ("require_smc", "capture", "capture_payload", "log_events")
 """Settings that the check shows and does not apply: they do not change the handshake, and the first
 would hide its result."""
-_RETRY_INTERVAL: Final = 0.1
+RETRY_INTERVAL: Final = 0.1
 """Seconds between two queries of the server's view.  Chosen."""
 _MAX_TRIES: Final = 30
 """Queries of the server's view.  Chosen: 3 seconds in all."""
@@ -488,7 +488,7 @@ async def _server_view(
             silent.report()  # the server may be one of the processes that did not answer
             return None
         # The server's handshake may end a moment later than this side's.
-        await trio.sleep(_RETRY_INTERVAL)
+        await trio.sleep(RETRY_INTERVAL)
     return None
 
 
