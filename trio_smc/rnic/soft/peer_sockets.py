@@ -153,7 +153,7 @@ class PeerSockets:
         that no send overtakes the announcement of a memory region.
       has_unread: messages of the peer may be unread.
       lacks_resources: this process lacks the descriptors, memory or address space for the next
-        message.  Nothing is read until a retry, which comes soon.
+        message.  Until a retry, which comes soon, only what would be in a ring is read.
     """
 
     __slots__ = (
@@ -319,6 +319,7 @@ class PeerSockets:
     def receive(self) -> None:
         """Read and handle at most `_MAX_RECEIVED` messages of the peer; the rest follows soon."""
         if self.lacks_resources:
+            self._receive_packets(self._receive_socket or self._send_socket)
             return
         self.has_unread = False
         intake = self._rnic.intake
@@ -359,20 +360,22 @@ class PeerSockets:
         self.has_unread = True
         self._rnic.call_at_service(self._receive_more)
 
-    def _receive_packets(self, sock: socket.socket) -> None:
+    def _receive_packets(self, sock: socket.socket | None) -> None:
         """Read the messages behind one that waits for resources, as from a ring.
 
         By them the peer finds out that this side cannot reach it (`QueuePair.can_reach`).
         """
-        if not isinstance(self._owner.ring, PacketReceiver):
+        if sock is None or not isinstance(self._owner.ring, PacketReceiver):
             return
         intake = self._rnic.intake
         for _ in range(_MAX_RECEIVED):
             if len(self._postponed) >= _MAX_POSTPONED:
+                self._watch_readable(wanted=False)
                 return
             try:
                 packet = intake.receive(sock)
-            except OSError:
+            except OSError:  # it stays in the socket
+                self._watch_readable(wanted=False)
                 return
             if packet is None:
                 return
@@ -393,9 +396,10 @@ class PeerSockets:
                 return
 
     def _wait_for_resources(self) -> None:
-        """Stop reading, and retry soon."""
+        """Stop reading, or read only messages behind the one that waits; and retry soon."""
         self.lacks_resources = self.has_unread = True
-        self._watch_readable(wanted=False)
+        if not isinstance(self._owner.ring, PacketReceiver):
+            self._watch_readable(wanted=False)
         self._rnic.retry_later(self._retry_receive)
 
     def _retry_receive(self) -> None:
