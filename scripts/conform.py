@@ -137,6 +137,8 @@ def judge(setup: Setup, *more: str, tree: Path = ROOT, reports: Path | None = No
         *COMMON, *OPTIONS[role], "--json", str(report), "--html", str(reports / f"{role}.html"),
         "--junit", str(reports / f"{role}.xml"), "--keep", str(reports / role), *more,
     ]  # fmt: skip
+    if tree != ROOT:
+        options.append("--no-first-contact")  # a check must notice the fault
     variables = {}
     if setup.version > 1:
         options += ["--version", "2", "--ueid", UEID]

@@ -24,6 +24,7 @@ import trio
 
 from smc_conform import __version__
 from smc_conform.catalogue import all_checks
+from smc_conform.first_contact import NoContact, first_contact
 from smc_conform.registry import NEEDS, Check, Role
 from smc_conform.reports.document import (
     Document,
@@ -37,7 +38,7 @@ from smc_conform.reports.junit import junit
 from smc_conform.reports.page import page
 from smc_conform.reports.terminal import Progress, summary
 from smc_conform.runner import Runner
-from smc_conform.session import Options, Session, open_session
+from smc_conform.session import Options, Session, open_session, reason
 from smc_conform.tcp_option import tcp_option
 from smc_conform.verdicts import Result
 
@@ -96,6 +97,10 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--timers", type=float, default=10.0, metavar="SECONDS",
         help="the longest time-out of the implementation; default: 10",
     )  # fmt: skip
+    add(
+        "--no-first-contact", action="store_false", dest="first_contact",
+        help="run the checks even if an ordinary contact does not succeed",
+    )  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N", help="checks at a time; default: 1")
     add("--only", action="append", metavar="PATTERN", help='IDs of checks: "clc/*", "*/C.6-*"')
     add("--provides", action="append", choices=sorted(NEEDS), help="what the set-up has besides")
@@ -126,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _compare(options.old, options.new)
         else:
             code = _judge(options)
-    except* (OSError, ValueError) as group:
+    except* (OSError, ValueError, NoContact) as group:
         print(f"smc-conform: {_first(group)}", file=sys.stderr)
         code = 2
     except* KeyboardInterrupt:
@@ -175,7 +180,7 @@ def _judge(given: argparse.Namespace) -> int:
     progress = Progress(sys.stdout, len(checks), verbose=given.verbose)
     begin = time.monotonic()
     with tcp_option() if given.tcp_option else nullcontext():
-        results = trio.run(_run, options, checks, progress)
+        results = trio.run(_run, options, checks, progress, given.first_contact)
     progress.end()
     run = document(options, results, time.monotonic() - begin)
     if given.keep is not None:
@@ -190,7 +195,7 @@ def _is_wanted(name: str, patterns: Sequence[str] | None) -> bool:
 
 
 async def _run(
-    options: Options, checks: Sequence[Check], progress: Progress
+    options: Options, checks: Sequence[Check], progress: Progress, contact: bool
 ) -> list[tuple[Check, Result]]:
     results: list[tuple[Check, Result]] = []
 
@@ -202,14 +207,20 @@ async def _run(
         if options.role is Role.CLIENT:
             print(f"waiting for a client on port {session.port}", flush=True)
         await _check_target(session)
+        if contact:
+            await first_contact(session)
         await Runner(session).run_all(checks, report)
     return results
 
 
 async def _check_target(session: Session) -> None:
-    """Raise OSError if there is no implementation to judge."""
+    """Raise NoContact if there is no implementation to judge."""
     if session.role is Role.SERVER:
-        stream = await trio.open_tcp_stream(session.options.host, session.options.port)
+        host, port = session.options.host, session.options.port
+        try:
+            stream = await trio.open_tcp_stream(host, port)
+        except OSError as error:
+            raise NoContact(f"cannot connect to {host}:{port}: {reason(error)}") from error
         await stream.aclose()
 
 
