@@ -90,6 +90,7 @@ class Session:
       port: on which the suite listens, if the implementation is a client.
       arrived: connections that the suite has accepted.
       unreached: why the last attempt to connect has failed; empty after a success.
+      refused: the last attempt was refused, and not just not answered.
     """
 
     options: Options
@@ -99,6 +100,7 @@ class Session:
     port: int = 0
     arrived: int = 0
     unreached: str = ""
+    refused: bool = False
     _stalls: list[tuple[float, float]] = field(default_factory=list)
     _instances: Iterator[int] = field(
         default_factory=partial(itertools.count, secrets.randbits(16))
@@ -199,12 +201,13 @@ class Session:
                     stream = await self._next_arrival(self.arrivals)
         except trio.TooSlowError:
             self.unreached = "no TCP connection with the implementation in time"
+            self.refused = False
             raise Inconclusive(self.unreached) from None
         except OSError as error:
             what = "open" if opens else "accept"
             text = f"the suite could not {what} a TCP connection: {reason(error)}"
             if not port:
-                self.unreached = text
+                self.unreached, self.refused = text, True
             raise Inconclusive(text) from error
         self.unreached = ""
         return stream
@@ -232,26 +235,16 @@ class Session:
         A refused connection is tried again until the patience ends, because a program may restart.
         If there is no answer at all, or no client connects, this takes longer.
         """
-        begin, before = trio.current_time(), self.arrived
-        text = self.unreached
-        while text:
-            waited = trio.current_time() - begin
-            refused = self.arrivals is None and "could not" in text
-            if waited > self.patience * (1 if refused else _PATIENCES_TO_RETURN):
-                break
-            if self.arrivals is not None:
-                await trio.sleep(_WATCH)
-                if self.arrived > before:
-                    text = ""
-                continue
-            try:
-                await (await self.tcp()).aclose()
-                text = ""
-            except Inconclusive as error:
-                text = str(error)
-                await trio.sleep(_RETRY)
-        self.unreached = text
-        return text
+        begin = trio.current_time()
+        longest = self.patience * _PATIENCES_TO_RETURN + self.options.timers
+        while self.unreached:
+            if trio.current_time() - begin > (self.patience if self.refused else longest):
+                return self.unreached
+            await trio.sleep(_RETRY)
+            if self.unreached:  # no check has connected meanwhile
+                with contextlib.suppress(Inconclusive):
+                    (await self.tcp()).socket.close()
+        return ""
 
 
 def reason(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +16,15 @@ from smc_conform.registry import Check
 from smc_conform.session import Options
 from smc_conform.verdicts import Result, Verdict
 
-__all__ = ["Document", "changes", "counts", "document", "read_document", "with_captures"]
+__all__ = [
+    "Document",
+    "changes",
+    "counts",
+    "differences",
+    "document",
+    "read_document",
+    "with_captures",
+]
 
 Document: TypeAlias = dict[str, Any]
 """The data of a JSON report: "suite", "role", "target", "options" and "checks"."""
@@ -32,7 +41,10 @@ def document(options: Options, results: Iterable[tuple[Check, Result]], seconds:
         "options": {
             "rnics": list(options.rnics), "version": options.version, "ueid": options.ueid,
             "eye_catcher": options.eye_catcher, "patience": options.patience, "seed": options.seed,
+            "timers": options.timers, "jobs": options.jobs, "daytime": options.daytime,
+            "discard": options.discard, "provides": sorted(options.provides),
         },
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         "checks": [_entry(check, result) for check, result in sorted(results, key=_by_id)],
     }  # fmt: skip
@@ -94,6 +106,16 @@ def read_document(path: Path) -> Document:
         raise ValueError(f"{path}: a check occurs twice")
     found: Document = run
     return found
+
+
+def differences(old: Document, new: Document) -> Iterator[tuple[str, object, object]]:
+    """What two reports judge that is not the same: a name, and both values."""
+    for name, was, now in (
+        ("role", old.get("role"), new.get("role")),
+        ("version", *(each.get("options", {}).get("version") for each in (old, new))),
+    ):
+        if was != now:
+            yield name, was, now
 
 
 def changes(old: Document, new: Document) -> Iterator[tuple[str, str, str, str]]:
