@@ -22,8 +22,10 @@ __all__ = [
     "counts",
     "differences",
     "document",
+    "place",
     "read_document",
     "with_captures",
+    "with_verdict",
 ]
 
 Document: TypeAlias = dict[str, Any]
@@ -66,6 +68,29 @@ def _entry(check: Check, result: Result) -> dict[str, Any]:
         "messages": list(result.messages),
         "capture": base64.b64encode(result.capture).decode(),
     }
+
+
+def place(name: str) -> str:
+    """Where the requirement of a check is, from its ID: "RFC 7609, A.2.3"."""
+    section = name.partition("/")[2].rpartition("-")[0]
+    if section.startswith("v2."):
+        return f"compliance with version 2, {section[3:]}"
+    return f"RFC 7609, {section}"
+
+
+def with_verdict(run: Document, verdict: Verdict) -> list[dict[str, Any]]:
+    """The checks with this verdict, in the order of the documents."""
+    found = [each for each in run["checks"] if each["verdict"] == verdict]
+    return sorted(found, key=lambda each: _by_place(each["id"]))
+
+
+def _by_place(name: str) -> tuple[bool, list[tuple[bool, int, str]], int, str]:
+    section, _, number = name.partition("/")[2].rpartition("-")
+    parts = [
+        (not part.isdecimal(), int(part) if part.isdecimal() else 0, part)
+        for part in section.split(".")
+    ]
+    return section.startswith("v2."), parts, int(number), name
 
 
 def counts(run: Document) -> dict[str, int]:
