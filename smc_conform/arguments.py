@@ -15,7 +15,7 @@ _PORTS: Final = 65535
 
 
 def problems(given: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with the arguments of ``connect`` or ``listen``, one line each."""
+    """The wrong arguments of ``connect`` or ``listen``, one line each."""
     yield from _of_ports(given)
     yield from _of_numbers(given)
     if len(given.rnics or ()) > 2:

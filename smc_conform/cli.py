@@ -185,7 +185,7 @@ def _compare(old: Path, new: Path, *, across: bool) -> int:
 
 @dataclass
 class _Judged:
-    """What a run has found, also if it did not end by itself.
+    """The results of a run, also if it did not end by itself.
 
     Attributes:
       ended: why it ended early; empty if it did not.
@@ -264,6 +264,11 @@ async def _run(
         judged.suspects = runner.suspects
         judged.ended = (
             f"the {options.role} is gone since {' or '.join(runner.suspects)}: {runner.gone}; "
+            f"{len(judged.results)} of {len(checks)} checks have run"
+        )
+    elif len(judged.results) < len(checks):
+        judged.ended = (
+            f"ended at --max-failures {options.max_failures}; "
             f"{len(judged.results)} of {len(checks)} checks have run"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -254,7 +255,8 @@ def reason(error: BaseException) -> str:
         return "; ".join(dict.fromkeys(reason(each) for each in cause.exceptions))
     if isinstance(cause, OSError):
         return reason(cause)
-    return getattr(error, "strerror", None) or str(error)
+    number = getattr(error, "errno", None)
+    return os.strerror(number).lower() if number and number > 0 else str(error)
 
 
 @asynccontextmanager

@@ -134,7 +134,7 @@ def read_document(path: Path) -> Document:
 
 
 def differences(old: Document, new: Document) -> Iterator[tuple[str, object, object]]:
-    """What two reports judge that is not the same: a name, and both values."""
+    """The settings in which two reports differ: a name, and both values."""
     for name, was, now in (
         ("role", old.get("role"), new.get("role")),
         ("version", *(each.get("options", {}).get("version") for each in (old, new))),

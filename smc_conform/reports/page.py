@@ -68,7 +68,7 @@ def page(run: Document) -> str:
 
 
 def _links(run: Document) -> str:
-    """What ended the run early, and the checks that need a reader, with links to their rows."""
+    """The early end of the run, and the checks that have not passed, with links to their rows."""
     ended = run.get("ended")
     text = f'<p class="fail">{escape(ended)}</p>\n' if ended else ""
     for verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.DIFFERS):

@@ -22,7 +22,7 @@ from smc_conform.reports.document import Document, document
 from smc_conform.roles import Role
 from smc_conform.runner import Runner
 from smc_conform.session import Options, open_session
-from smc_conform.verdicts import Result, Verdict
+from smc_conform.verdicts import Failed, Result, Verdict
 from tests.conform.test_first_contact import target
 from tests.timing import PATIENCE
 
@@ -131,7 +131,7 @@ def suite(directory: Path, port: str, *options: str) -> Iterator[subprocess.Pope
 
 
 @pytest.mark.parametrize("how", ["interrupt", "kill the server"])
-def test_an_interrupted_run_reports_what_was_judged(how: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_reports_its_results(how: str, tmp_path: Path) -> None:
     report, html = tmp_path / "report.json", tmp_path / "report.html"
     directory = tmp_path / "rnics"
     directory.mkdir(mode=0o700)
@@ -169,6 +169,26 @@ def test_a_run_that_has_judged_nothing(tmp_path: Path, capsys: pytest.CaptureFix
         shown = capsys.readouterr()
         assert "nothing was judged" in shown.err
         assert main([*arguments, "--only", "llc/A.3-1"]) == 0
+
+
+async def fails(peer: Peer) -> None:
+    raise Failed("wrong")
+
+
+def test_the_number_of_failures_that_ends_a_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = [
+        Check(f"a/1-{number}", "It works.", frozenset(Role), frozenset(), fails)
+        for number in range(4)
+    ]
+    monkeypatch.setattr("smc_conform.cli.all_checks", lambda: checks)
+    with target(tmp_path, "server") as server:
+        assert server.stdout is not None
+        port = server.stdout.readline().split()[0]
+        arguments = ["connect", "127.0.0.1", port, "--directory", str(tmp_path)]
+        assert main([*arguments, "--max-failures", "2"]) == 1
+    assert "ended at --max-failures 2; 2 of 4 checks have run" in capsys.readouterr().err
 
 
 # --- comparisons ----------------------------------------------------------------------------------
