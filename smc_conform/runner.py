@@ -147,6 +147,8 @@ class Runner:
             verdict, detail, _ = await self._judge(Peer.still_serves)
             if verdict is Verdict.PASS:
                 return ""
+        if not self._session.unreached:
+            self._session.doubt(detail)
         return detail
 
     async def run_all(

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -222,6 +223,10 @@ class Session:
                 return stream
             stream.socket.close()
 
+    def doubt(self, text: str) -> None:
+        """Note a sign that the implementation is gone, although connections were not refused."""
+        self.unreached, self.refused = self.unreached or text, False
+
     def close_arrivals(self) -> None:
         """Close the accepted connections that no check has taken."""
         if self.arrivals is not None:
@@ -243,9 +248,24 @@ class Session:
                 return self.unreached
             await trio.sleep(_RETRY)
             if self.unreached:  # no check has connected meanwhile
+                text = self.unreached
                 with contextlib.suppress(Inconclusive):
-                    (await self.tcp()).socket.close()
+                    stream = await self.tcp()
+                    if _has_ended(stream):  # a client that has gone leaves such connections
+                        self.doubt(text)
+                    stream.socket.close()
         return ""
+
+
+def _has_ended(stream: trio.SocketStream) -> bool:
+    """True if the peer has ended its direction, and has sent nothing."""
+    with socket.socket(fileno=os.dup(stream.socket.fileno())) as same:
+        try:
+            return not same.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
 
 def reason(error: BaseException) -> str:

@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from smc_conform.cli import main
+from smc_conform.messages import PROPOSAL, pack
 from smc_conform.peer import Peer, Phase
 from smc_conform.registry import Check
 from smc_conform.reports.document import Document, document
@@ -112,6 +113,39 @@ async def test_a_run_ends_if_the_server_is_gone(jobs: int, tmp_path: Path) -> No
     for each in found:
         is_suspect = each.id in runner.suspects
         assert each.verdict is (Verdict.INCONCLUSIVE if is_suspect else Verdict.PASS)
+
+
+async def answers(peer: Peer) -> None:
+    await peer.any_clc(await peer.dial())
+
+
+async def test_a_run_ends_if_the_client_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that the client has left behind do not count."""
+    monkeypatch.setattr(Peer, "still_serves", answers)
+    found: list[Result] = []
+    checks = [
+        Check(f"a/1-{number}", "It works.", frozenset(Role), frozenset(), answers, robust=True)
+        for number in range(100)
+    ]
+    options = replace(
+        OPTIONS, role=Role.CLIENT, port=0, directory=tmp_path, patience=0.1, timers=0.1
+    )
+    with trio.fail_after(PATIENCE):
+        async with open_session(options) as session:
+            for number in range(16):
+                stream = await trio.open_tcp_stream("127.0.0.1", session.port)
+                if number < 8:  # a check and its probe take one each
+                    await stream.send_all(pack(PROPOSAL))
+                await stream.aclose()
+            await trio.sleep(0.05)
+            runner = Runner(session)
+            await runner.run_all(checks, lambda check, result: found.append(result))
+    assert runner.gone
+    assert [each.verdict for each in found[:4]] == [Verdict.PASS] * 4
+    assert [each.id for each in found[4:]] == list(runner.suspects)
+    assert len(runner.suspects) == 1
 
 
 @contextmanager
