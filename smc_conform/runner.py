@@ -79,7 +79,7 @@ class Runner:
         verdict, detail, peer = await self._judge(check.steps, check.slow)
         if verdict is None:
             verdict, detail, peer = await self._judge_silence(check, detail, peer)
-        elif verdict is Verdict.FAIL or (check.robust and verdict is not Verdict.INCONCLUSIVE):
+        if verdict is Verdict.FAIL or (check.robust and verdict is not Verdict.INCONCLUSIVE):
             alive = await self._serves()
             if alive:
                 verdict = Verdict.FAIL
