@@ -95,6 +95,7 @@ class Run:
 
     Attributes:
       verdicts: by check.
+      suspects: the checks that ran when the implementation went; none if it did not.
       code, output: the exit code of `smc-conform`, and what it has shown.
     """
 
@@ -102,9 +103,11 @@ class Run:
         self.code = code
         self.output = output
         self.verdicts: dict[str, str] = {}
+        self.suspects: list[str] = []
         if report.exists():
-            checks = json.loads(report.read_text())["checks"]
-            self.verdicts = {each["id"]: each["verdict"] for each in checks}
+            run = json.loads(report.read_text())
+            self.verdicts = {each["id"]: each["verdict"] for each in run["checks"]}
+            self.suspects = run["suspects"]
 
     def of(self, verdict: str) -> list[str]:
         """The checks with this verdict."""
@@ -112,8 +115,9 @@ class Run:
 
     @property
     def wrong(self) -> list[str]:
-        """The checks that have failed, or differ without a reason."""
-        return [*self.of("fail"), *(each for each in self.of("differs") if each not in DIFFERS)]
+        """The checks that have failed, differ without a reason, or may have ended the target."""
+        differs = (each for each in self.of("differs") if each not in DIFFERS)
+        return list(dict.fromkeys((*self.of("fail"), *differs, *self.suspects)))
 
     @property
     def is_good(self) -> bool:
@@ -137,6 +141,8 @@ def judge(setup: Setup, *more: str, tree: Path = ROOT, reports: Path | None = No
         *COMMON, *OPTIONS[role], "--json", str(report), "--html", str(reports / f"{role}.html"),
         "--junit", str(reports / f"{role}.xml"), "--keep", str(reports / role), *more,
     ]  # fmt: skip
+    if tree != ROOT:
+        options.append("--no-first-contact")  # a check must notice the fault
     variables = {}
     if setup.version > 1:
         options += ["--version", "2", "--ueid", UEID]

@@ -5,7 +5,9 @@
     smc-conform compare A.json B.json show which verdicts have changed
     smc-conform --list                show the checks
 
-Exit codes: 0, no check has failed; 1, at least one has; 2, the run was not possible.
+Exit codes: 0, no check has failed; 1, at least one has; 2, the run was not possible, has judged
+nothing, or has ended because the implementation was gone; 130, interrupted.  `compare`: 0, no check
+is worse; 1, one fails now, or has passed and is inconclusive or absent now; 2, not comparable.
 """
 
 from __future__ import annotations
@@ -18,17 +20,21 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
 
 from smc_conform import __version__
+from smc_conform.arguments import problems
 from smc_conform.catalogue import all_checks
-from smc_conform.registry import NEEDS, Check, Role
+from smc_conform.first_contact import NoContact, first_contact
+from smc_conform.registry import Check, Role
 from smc_conform.reports.document import (
     Document,
     changes,
     counts,
+    differences,
     document,
     read_document,
     with_captures,
@@ -37,11 +43,13 @@ from smc_conform.reports.junit import junit
 from smc_conform.reports.page import page
 from smc_conform.reports.terminal import Progress, summary
 from smc_conform.runner import Runner
-from smc_conform.session import Options, Session, open_session
+from smc_conform.session import Options, Session, open_session, reason
 from smc_conform.tcp_option import tcp_option
-from smc_conform.verdicts import Result
+from smc_conform.verdicts import Result, Verdict
 
 __all__ = ["main", "parser"]
+
+_JUDGED = (Verdict.PASS, Verdict.FAIL, Verdict.DIFFERS)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,6 +78,9 @@ def parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="show what has changed between two reports")
     compare.add_argument("old", type=Path, metavar="A.json")
     compare.add_argument("new", type=Path, metavar="B.json")
+    compare.add_argument(
+        "--across", action="store_true", help="compare different roles or versions nevertheless"
+    )
     return top
 
 
@@ -96,9 +107,16 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         "--timers", type=float, default=10.0, metavar="SECONDS",
         help="the longest time-out of the implementation; default: 10",
     )  # fmt: skip
+    add(
+        "--no-first-contact", action="store_false", dest="first_contact",
+        help="run the checks even if an ordinary contact does not succeed",
+    )  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N", help="checks at a time; default: 1")
     add("--only", action="append", metavar="PATTERN", help='IDs of checks: "clc/*", "*/C.6-*"')
-    add("--provides", action="append", choices=sorted(NEEDS), help="what the set-up has besides")
+    add(
+        "--provides", action="append", choices=("one-rnic", "parallel"),
+        help="what the set-up has besides; the other needs follow from the options",
+    )  # fmt: skip
     add("--seed", type=int, help="of all random choices; default: a new one")
     add("--max-failures", type=int, metavar="N", help="end at the Nth failure")
     add("--verbose", action="store_true", help="show the passed checks, too")
@@ -123,10 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     try:
         if options.command == "compare":
-            code = _compare(options.old, options.new)
+            code = _compare(options.old, options.new, across=options.across)
         else:
             code = _judge(options)
-    except* (OSError, ValueError) as group:
+    except* (OSError, ValueError, NoContact) as group:
         print(f"smc-conform: {_first(group)}", file=sys.stderr)
         code = 2
     except* KeyboardInterrupt:
@@ -148,20 +166,43 @@ def _list(checks: Sequence[Check]) -> None:
     print(f"{len(checks)} checks")
 
 
-def _compare(old: Path, new: Path) -> int:
-    worse = 0
-    for name, was, now, detail in changes(read_document(old), read_document(new)):
+def _compare(old: Path, new: Path, *, across: bool) -> int:
+    before, after = read_document(old), read_document(new)
+    if not across:
+        for name, was, now in differences(before, after):
+            raise ValueError(
+                f"the reports have different {name}s: {was} and {now} (--across compares them)"
+            )
+    worse: dict[str, int] = {}
+    for name, was, now, detail in changes(before, after):
         print(f"{name:28} {was} -> {now}{': ' + detail if detail else ''}")
-        worse += now == "fail"
+        if now == "fail" or (was == "pass" and now in ("inconclusive", "absent")):
+            worse[now] = worse.get(now, 0) + 1
+    if worse:
+        print("now worse: " + ", ".join(f"{count} {name}" for name, count in worse.items()))
     return 1 if worse else 0
 
 
+@dataclass
+class _Judged:
+    """The results of a run, also if it did not end by itself.
+
+    Attributes:
+      ended: why it ended early; empty if it did not.
+      suspects: the checks that ran when the implementation went.
+    """
+
+    results: list[tuple[Check, Result]] = field(default_factory=list)
+    ended: str = ""
+    suspects: tuple[str, ...] = ()
+
+
 def _judge(given: argparse.Namespace) -> int:
+    for problem in problems(given):
+        raise ValueError(problem)
     checks = [check for check in all_checks() if _is_wanted(check.id, given.only)]
     if not checks:
         raise ValueError(f"no check has such an ID: {', '.join(given.only)}")
-    if given.version > 1 and given.command == "connect" and not given.ueid:
-        raise ValueError("version 2 needs --ueid, a UEID that the server has")
     options = Options(
         role=Role.SERVER if given.command == "connect" else Role.CLIENT,
         host=given.host, port=given.port, rnics=tuple(given.rnics or ("soft", "soft")),
@@ -174,15 +215,30 @@ def _judge(given: argparse.Namespace) -> int:
     )  # fmt: skip
     progress = Progress(sys.stdout, len(checks), verbose=given.verbose)
     begin = time.monotonic()
-    with tcp_option() if given.tcp_option else nullcontext():
-        results = trio.run(_run, options, checks, progress)
+    judged = _Judged()
+    code = 0
+    try:
+        with tcp_option() if given.tcp_option else nullcontext():
+            trio.run(_run, options, checks, progress, given.first_contact, judged)
+    except* KeyboardInterrupt:
+        judged.ended = f"interrupted after {len(judged.results)} of {len(checks)} checks"
+        code = 130
     progress.end()
-    run = document(options, results, time.monotonic() - begin)
-    if given.keep is not None:
-        run = with_captures(run, given.keep)
-    _write(given, run)
-    summary(run, sys.stdout.write)
-    return 1 if counts(run)["fail"] else 0
+    if judged.results:
+        run = document(options, judged.results, time.monotonic() - begin)
+        run |= {"ended": judged.ended, "suspects": list(judged.suspects)}
+        if given.keep is not None:
+            run = with_captures(run, given.keep)
+        _write(given, run)
+        summary(run, sys.stdout.write)
+        numbers = counts(run)
+        if not any(numbers[str(each)] for each in _JUDGED):
+            judged.ended = judged.ended or "nothing was judged; --verbose shows the reasons"
+            code = code or 2
+        code = code or (2 if judged.suspects else 1 if numbers["fail"] else 0)
+    if judged.ended:
+        print(f"smc-conform: {judged.ended}", file=sys.stderr)
+    return code
 
 
 def _is_wanted(name: str, patterns: Sequence[str] | None) -> bool:
@@ -190,26 +246,41 @@ def _is_wanted(name: str, patterns: Sequence[str] | None) -> bool:
 
 
 async def _run(
-    options: Options, checks: Sequence[Check], progress: Progress
-) -> list[tuple[Check, Result]]:
-    results: list[tuple[Check, Result]] = []
-
+    options: Options, checks: Sequence[Check], progress: Progress, contact: bool, judged: _Judged
+) -> None:
     def report(check: Check, result: Result) -> None:
-        results.append((check, result))
+        judged.results.append((check, result))
         progress.note(check, result)
 
     async with open_session(options) as session:
         if options.role is Role.CLIENT:
             print(f"waiting for a client on port {session.port}", flush=True)
         await _check_target(session)
-        await Runner(session).run_all(checks, report)
-    return results
+        if contact:
+            await first_contact(session)
+        runner = Runner(session)
+        await runner.run_all(checks, report)
+    if runner.gone:
+        judged.suspects = runner.suspects
+        judged.ended = (
+            f"the {options.role} is gone since {' or '.join(runner.suspects)}: {runner.gone}; "
+            f"{len(judged.results)} of {len(checks)} checks have run"
+        )
+    elif len(judged.results) < len(checks):
+        judged.ended = (
+            f"ended at --max-failures {options.max_failures}; "
+            f"{len(judged.results)} of {len(checks)} checks have run"
+        )
 
 
 async def _check_target(session: Session) -> None:
-    """Raise OSError if there is no implementation to judge."""
+    """Raise NoContact if there is no implementation to judge."""
     if session.role is Role.SERVER:
-        stream = await trio.open_tcp_stream(session.options.host, session.options.port)
+        host, port = session.options.host, session.options.port
+        try:
+            stream = await trio.open_tcp_stream(host, port)
+        except OSError as error:
+            raise NoContact(f"cannot connect to {host}:{port}: {reason(error)}") from error
         await stream.aclose()
 
 

@@ -46,6 +46,7 @@ class Device:
     def __init__(self, rnic: Rnic) -> None:
         self.rnic = rnic
         self._owners: dict[int, Callable[[Completion], None]] = {}
+        self._sleep = trio.CancelScope()
 
     def attach(self, qp: QueuePair, owner: Callable[[Completion], None]) -> None:
         """Pass the completions of this queue pair to ``owner``."""
@@ -54,6 +55,14 @@ class Device:
     def detach(self, qp: QueuePair) -> None:
         """Stop passing them; the queue pair is about to be closed."""
         self._owners.pop(qp.qp_num, None)
+
+    def wake(self) -> None:
+        """Poll soon.  Every call that posts a request or changes a queue pair needs this.
+
+        A software RNIC completes a request while it is posted, and makes no descriptor readable.
+        Such a completion is often the last event: a refused write ends the queue pair.
+        """
+        self._sleep.cancel()
 
     async def run(self) -> None:
         """Poll until cancelled; sleep while there is nothing to poll."""
@@ -67,7 +76,8 @@ class Device:
             if found:
                 await trio.lowlevel.checkpoint()
             elif rnic.arm():
-                await trio.lowlevel.wait_readable(rnic.wait_fd())
+                with trio.CancelScope() as self._sleep:
+                    await trio.lowlevel.wait_readable(rnic.wait_fd())
                 rnic.service()
             else:
                 await trio.lowlevel.checkpoint()

@@ -123,10 +123,12 @@ class Link(Watched):
             gid=peer.gid, qp_num=peer.qp_number, psn=peer.psn,
             mtu=max(1, min(self.rnic.mtu, peer.mtu)),
         )  # fmt: skip
+        self.device.wake()
 
     def ready(self) -> None:
         """Let the queue pair send.  Raises RnicError."""
         self.qp.to_rts(psn=self.psn)
+        self.device.wake()
 
     def send(self, raw: bytes) -> None:
         """Send a message.
@@ -134,6 +136,7 @@ class Link(Watched):
         Raises QueueFull: a check that sends many messages waits for room before (`Peer.room`).
         """
         self.group.trace.message(self, True, raw)
+        self.device.wake()
         try:
             self.qp.post_send(1, raw)
         except QueueFull:
@@ -151,6 +154,7 @@ class Link(Watched):
     def write(self, data: bytes, address: int, rkey: int) -> None:
         """Write into the memory of the implementation.  Raises QueueFull, as `send` does."""
         self.group.trace.write(self, address, rkey, data)
+        self.device.wake()
         try:
             self.qp.post_write(2, memoryview(data), None, address, rkey, signaled=True)
         except QueueFull:
@@ -171,16 +175,19 @@ class Link(Watched):
     def register(self, memory: Memory) -> Iterator[Region]:
         """Memory that is registered for another link, registered for this one as well."""
         region = self.pd.register(memory)
+        self.device.wake()
         try:
             yield Region(region.rkey, region.address, memory)
         finally:
             region.close()
+            self.device.wake()
 
     def fail(self) -> None:
         """Let the queue pair fail, as if the RNIC had been lost."""
         self.group.trace.note("the suite lets the queue pair fail", channel=f"link {self.number}")
         self.failed = self.failed or "failed by the suite"
         self.qp.to_err()
+        self.device.wake()
 
     def close(self) -> None:
         """Free everything.  Idempotent."""

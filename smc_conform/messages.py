@@ -478,6 +478,19 @@ class Message:
         assert self.variant is not None
         return bytes(a & b for a, b in zip(self.raw, self.variant.reserved(), strict=False))
 
+    def reserved_words(self, end: int | None = None) -> str:
+        """The reserved bits that are set, in words; empty if there are none.
+
+        "TEST LINK has reserved bits: 0x40 at offset 20, 0x01 at offset 43".
+
+        Args:
+          end: the offset at which the fields end; None: that of the message.
+        """
+        found = self.reserved_bits()[:end]
+        places = [f"0x{bits:02x} at offset {at}" for at, bits in enumerate(found) if bits]
+        reply = " reply" if "reply" in self.fields and self.reply else ""
+        return f"{self.name}{reply} has reserved bits: {', '.join(places)}" if places else ""
+
 
 def read(raw: bytes, *, clc: bool = False) -> Message:
     """A message of the implementation under test.

@@ -20,7 +20,7 @@ import trio
 from smc_conform.peer import Peer
 from smc_conform.registry import Check, Steps
 from smc_conform.roles import Role
-from smc_conform.session import Session
+from smc_conform.session import Options, Session
 from smc_conform.verdicts import Outcome, Result, Silence, Verdict
 from trio_smc.rnic.verbs import RnicError
 
@@ -33,9 +33,16 @@ _CHECK_FACTOR: Final = 12
 
 
 class Runner:
-    """Runs the checks of one session."""
+    """Runs the checks of one session.
+
+    Attributes:
+      gone: why the implementation could not be reached any more; empty if it could be.
+      suspects: the IDs of the checks that ran when it went.
+    """
 
     def __init__(self, session: Session) -> None:
+        self.gone = ""
+        self.suspects: tuple[str, ...] = ()
         self._session = session
         self._options = session.options
 
@@ -72,7 +79,7 @@ class Runner:
         verdict, detail, peer = await self._judge(check.steps, check.slow)
         if verdict is None:
             verdict, detail, peer = await self._judge_silence(check, detail, peer)
-        elif verdict is Verdict.FAIL or (check.robust and verdict is not Verdict.INCONCLUSIVE):
+        if verdict is Verdict.FAIL or (check.robust and verdict is not Verdict.INCONCLUSIVE):
             alive = await self._serves()
             if alive:
                 verdict = Verdict.FAIL
@@ -140,6 +147,8 @@ class Runner:
             verdict, detail, _ = await self._judge(Peer.still_serves)
             if verdict is Verdict.PASS:
                 return ""
+        if not self._session.unreached:
+            self._session.doubt(detail)
         return detail
 
     async def run_all(
@@ -147,30 +156,90 @@ class Runner:
     ) -> None:
         """Run the checks in a random order, as many at a time as the options allow.
 
-        Inconclusive checks run again at the end, one after the other.
+        Inconclusive checks run again at the end, one after the other.  If the run ends before that,
+        their first results are reported.  If the implementation is gone, `gone` has the reason, and
+        the checks that ran at that moment are inconclusive: any of them may be the cause.  A single
+        one keeps its verdict.
         """
-        waiting = list(checks)
-        random.Random(self._options.seed).shuffle(waiting)
-        again: list[Check] = []
-        failures = 0
+        course = _Course(self, report, self._options)
+        try:
+            await course.run(checks)
+        finally:
+            course.end()
 
-        async def worker() -> None:
-            nonlocal failures
-            while waiting:
-                check = waiting.pop()
-                result = await self.run(check)
-                if result.verdict is Verdict.INCONCLUSIVE:
-                    again.append(check)
-                    continue
-                report(check, result)
-                failures += result.verdict is Verdict.FAIL
-                if failures == self._options.max_failures:
-                    waiting.clear()
-                    nursery.cancel_scope.cancel()
+    async def find_gone(self, running: Iterable[Check]) -> None:
+        """Set `gone` and `suspects` if the implementation cannot be reached any more."""
+        if not self.gone:
+            self.gone = await self._session.gone()
+            self.suspects = tuple(each.id for each in running) if self.gone else ()
 
+
+class _Course:
+    """The checks of a run: those that wait, that run, and that were inconclusive."""
+
+    def __init__(
+        self, runner: Runner, report: Callable[[Check, Result], None], options: Options
+    ) -> None:
+        self._runner = runner
+        self._report = report
+        self._options = options
+        self._waiting: list[Check] = []
+        self._running: list[Check] = []
+        self._again: list[tuple[Check, Result]] = []
+        self._looks = trio.Lock()
+        self._failures = 0
+
+    @property
+    def _is_over(self) -> bool:
+        return bool(self._runner.gone) or self._failures == self._options.max_failures
+
+    async def run(self, checks: Iterable[Check]) -> None:
+        """Run all checks, and at the end those again that were inconclusive."""
+        self._waiting = list(checks)
+        random.Random(self._options.seed).shuffle(self._waiting)
         async with trio.open_nursery() as nursery:
             for _ in range(self._options.jobs):
-                nursery.start_soon(worker)
-        if not nursery.cancel_scope.cancelled_caught:
-            for check in again:
-                report(check, await self.run(check))
+                nursery.start_soon(self._work, nursery.cancel_scope)
+        while self._again and not self._is_over:
+            check, _ = self._again[0]
+            result = await self._run(check)
+            del self._again[0]
+            if result is not None:
+                self._report(check, result)
+
+    def end(self) -> None:
+        """Report the checks that have no final result."""
+        for pair in self._again:
+            self._report(*pair)
+        runner = self._runner
+        if runner.gone:
+            detail = f"{runner.gone}; running then: {', '.join(runner.suspects)}"
+            for check in self._running:
+                self._report(check, Result(check.id, Verdict.INCONCLUSIVE, detail))
+
+    async def _work(self, scope: trio.CancelScope) -> None:
+        while self._waiting and not self._is_over:
+            check = self._waiting.pop()
+            result = await self._run(check)
+            if result is None:
+                pass
+            elif result.verdict is Verdict.INCONCLUSIVE:
+                self._again.append((check, result))
+            else:
+                self._report(check, result)
+                self._failures += result.verdict is Verdict.FAIL
+        if self._is_over:
+            scope.cancel()
+
+    async def _run(self, check: Check) -> Result | None:
+        """Run a check; None if the implementation is gone, and perhaps by another check."""
+        async with self._looks:  # no check begins while another one finds out
+            self._running.append(check)
+        result = await self._runner.run(check)
+        if result.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE):
+            async with self._looks:
+                await self._runner.find_gone(self._running)
+            if self._runner.gone and len(self._runner.suspects) > 1:
+                return None
+        self._running.remove(check)
+        return result

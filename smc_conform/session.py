@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -20,7 +22,7 @@ from smc_conform.roles import Role
 from smc_conform.verdicts import Inconclusive
 from trio_smc.host.private_directory import default_directories
 
-__all__ = ["Options", "Session", "open_session"]
+__all__ = ["Options", "Session", "open_session", "reason"]
 
 _Arrival: TypeAlias = tuple[float, trio.SocketStream]
 _WATCH: Final = 0.05
@@ -33,6 +35,13 @@ _HOSTS: Final = 254
 _STALE: Final = 1.0
 """Seconds after which an accepted connection that no check has taken is closed: the client's timer
 for SMC Accept runs (RFC 7609, C.5)."""
+
+
+_RETRY: Final = 0.2
+"""Seconds between attempts to connect with an implementation that may be gone."""
+_PATIENCES_TO_RETURN: Final = 12
+"""An implementation that does not answer, and does not refuse either, may take so many times the
+patience before it counts as gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +90,9 @@ class Session:
     Attributes:
       devices: the RNICs; the second one is for further links.
       port: on which the suite listens, if the implementation is a client.
+      arrived: connections that the suite has accepted.
+      unreached: why the last attempt to connect has failed; empty after a success.
+      refused: the last attempt was refused, and not just not answered.
     """
 
     options: Options
@@ -88,6 +100,9 @@ class Session:
     nursery: trio.Nursery
     arrivals: trio.MemoryReceiveChannel[_Arrival] | None = None
     port: int = 0
+    arrived: int = 0
+    unreached: str = ""
+    refused: bool = False
     _stalls: list[tuple[float, float]] = field(default_factory=list)
     _instances: Iterator[int] = field(
         default_factory=partial(itertools.count, secrets.randbits(16))
@@ -179,20 +194,89 @@ class Session:
           Inconclusive: there is none.
         """
         options = self.options
+        opens = self.arrivals is None
         try:
             with trio.fail_after(options.patience):
                 if self.arrivals is None:
-                    return await trio.open_tcp_stream(options.host, port or options.port)
-                while True:
-                    when, stream = await self.arrivals.receive()
-                    if trio.current_time() - when < _STALE:
-                        return stream
-                    stream.socket.close()
+                    stream = await trio.open_tcp_stream(options.host, port or options.port)
+                else:
+                    stream = await self._next_arrival(self.arrivals)
         except trio.TooSlowError:
-            raise Inconclusive("no TCP connection with the implementation in time") from None
+            self.unreached = "no TCP connection with the implementation in time"
+            self.refused = False
+            raise Inconclusive(self.unreached) from None
         except OSError as error:
-            what = "accept" if self.arrivals is None else "open"
-            raise Inconclusive(f"the suite could not {what} a TCP connection: {error}") from error
+            what = "open" if opens else "accept"
+            text = f"the suite could not {what} a TCP connection: {reason(error)}"
+            if not port:
+                self.unreached, self.refused = text, True
+            raise Inconclusive(text) from error
+        self.unreached = ""
+        return stream
+
+    async def _next_arrival(
+        self, arrivals: trio.MemoryReceiveChannel[_Arrival]
+    ) -> trio.SocketStream:
+        while True:
+            when, stream = await arrivals.receive()
+            if trio.current_time() - when < _STALE:
+                return stream
+            stream.socket.close()
+
+    def doubt(self, text: str) -> None:
+        """Note a sign that the implementation is gone, although connections were not refused."""
+        self.unreached, self.refused = self.unreached or text, False
+
+    def close_arrivals(self) -> None:
+        """Close the accepted connections that no check has taken."""
+        if self.arrivals is not None:
+            with contextlib.suppress(trio.WouldBlock):
+                while True:
+                    _, stream = self.arrivals.receive_nowait()
+                    stream.socket.close()
+
+    async def gone(self) -> str:
+        """Why the implementation cannot be reached any more; empty if it can be.
+
+        A refused connection is tried again until the patience ends, because a program may restart.
+        If there is no answer at all, or no client connects, this takes longer.
+        """
+        begin = trio.current_time()
+        longest = self.patience * _PATIENCES_TO_RETURN + self.options.timers
+        while self.unreached:
+            if trio.current_time() - begin > (self.patience if self.refused else longest):
+                return self.unreached
+            await trio.sleep(_RETRY)
+            if self.unreached:  # no check has connected meanwhile
+                text = self.unreached
+                with contextlib.suppress(Inconclusive):
+                    stream = await self.tcp()
+                    if _has_ended(stream):  # a client that has gone leaves such connections
+                        self.doubt(text)
+                    stream.socket.close()
+        return ""
+
+
+def _has_ended(stream: trio.SocketStream) -> bool:
+    """True if the peer has ended its direction, and has sent nothing."""
+    with socket.socket(fileno=os.dup(stream.socket.fileno())) as same:
+        try:
+            return not same.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def reason(error: BaseException) -> str:
+    """The cause of an error in words: that of each attempt to connect, if there were several."""
+    cause = error.__cause__
+    if isinstance(cause, BaseExceptionGroup):
+        return "; ".join(dict.fromkeys(reason(each) for each in cause.exceptions))
+    if isinstance(cause, OSError):
+        return reason(cause)
+    number = getattr(error, "errno", None)
+    return os.strerror(number).lower() if number and number > 0 else str(error)
 
 
 @asynccontextmanager
@@ -221,13 +305,17 @@ async def open_session(options: Options) -> AsyncIterator[Session]:
                     options.port, host=options.host or None
                 ):
                     session.port = listener.socket.getsockname()[1]
-                    nursery.start_soon(_accept, listener, send)
+                    nursery.start_soon(_accept, session, listener, send)
             yield session
             nursery.cancel_scope.cancel()
+            session.close_arrivals()
 
 
-async def _accept(listener: trio.SocketListener, send: trio.MemorySendChannel[_Arrival]) -> None:
+async def _accept(
+    session: Session, listener: trio.SocketListener, send: trio.MemorySendChannel[_Arrival]
+) -> None:
     async with listener:
         while True:
             stream = await listener.accept()
+            session.arrived += 1
             await send.send((trio.current_time(), stream))

@@ -7,6 +7,7 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +16,17 @@ from smc_conform.registry import Check
 from smc_conform.session import Options
 from smc_conform.verdicts import Result, Verdict
 
-__all__ = ["Document", "changes", "counts", "document", "read_document", "with_captures"]
+__all__ = [
+    "Document",
+    "changes",
+    "counts",
+    "differences",
+    "document",
+    "place",
+    "read_document",
+    "with_captures",
+    "with_verdict",
+]
 
 Document: TypeAlias = dict[str, Any]
 """The data of a JSON report: "suite", "role", "target", "options" and "checks"."""
@@ -32,7 +43,10 @@ def document(options: Options, results: Iterable[tuple[Check, Result]], seconds:
         "options": {
             "rnics": list(options.rnics), "version": options.version, "ueid": options.ueid,
             "eye_catcher": options.eye_catcher, "patience": options.patience, "seed": options.seed,
+            "timers": options.timers, "jobs": options.jobs, "daytime": options.daytime,
+            "discard": options.discard, "provides": sorted(options.provides),
         },
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         "checks": [_entry(check, result) for check, result in sorted(results, key=_by_id)],
     }  # fmt: skip
@@ -54,6 +68,29 @@ def _entry(check: Check, result: Result) -> dict[str, Any]:
         "messages": list(result.messages),
         "capture": base64.b64encode(result.capture).decode(),
     }
+
+
+def place(name: str) -> str:
+    """Where the requirement of a check is, from its ID: "RFC 7609, A.2.3"."""
+    section = name.partition("/")[2].rpartition("-")[0]
+    if section.startswith("v2."):
+        return f"compliance with version 2, {section[3:]}"
+    return f"RFC 7609, {section}"
+
+
+def with_verdict(run: Document, verdict: Verdict) -> list[dict[str, Any]]:
+    """The checks with this verdict, in the order of the documents."""
+    found = [each for each in run["checks"] if each["verdict"] == verdict]
+    return sorted(found, key=lambda each: _by_place(each["id"]))
+
+
+def _by_place(name: str) -> tuple[bool, list[tuple[bool, int, str]], int, str]:
+    section, _, number = name.partition("/")[2].rpartition("-")
+    parts = [
+        (not part.isdecimal(), int(part) if part.isdecimal() else 0, part)
+        for part in section.split(".")
+    ]
+    return section.startswith("v2."), parts, int(number), name
 
 
 def counts(run: Document) -> dict[str, int]:
@@ -94,6 +131,16 @@ def read_document(path: Path) -> Document:
         raise ValueError(f"{path}: a check occurs twice")
     found: Document = run
     return found
+
+
+def differences(old: Document, new: Document) -> Iterator[tuple[str, object, object]]:
+    """The settings in which two reports differ: a name, and both values."""
+    for name, was, now in (
+        ("role", old.get("role"), new.get("role")),
+        ("version", *(each.get("options", {}).get("version") for each in (old, new))),
+    ):
+        if was != now:
+            yield name, was, now
 
 
 def changes(old: Document, new: Document) -> Iterator[tuple[str, str, str, str]]:

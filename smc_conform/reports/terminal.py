@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from smc_conform.registry import Check
-from smc_conform.reports.document import Document
+from smc_conform.reports.document import Document, place, with_verdict
 from smc_conform.verdicts import Result, Verdict
 
 __all__ = ["Progress", "summary"]
@@ -50,11 +50,12 @@ class Progress:
             self._out.write("\r\x1b[K")
 
     def _line(self, text: str) -> None:
-        self._out.write("".join(each if each.isprintable() else "?" for each in text) + "\n")
+        self._out.write(_printable(text) + "\n")
+        self._out.flush()
 
 
 def summary(run: Document, write: Callable[[str], object]) -> None:
-    """Write a table with one line for each area."""
+    """Write a table with one line for each area, and then the failed checks."""
     areas: dict[str, dict[str, int]] = {}
     for each in run["checks"]:
         row = areas.setdefault(each["id"].partition("/")[0], {})
@@ -65,3 +66,13 @@ def summary(run: Document, write: Callable[[str], object]) -> None:
     for area, row in [*areas.items(), ("all", total)]:
         write(f"{area:14}" + "".join(f"{row.get(name, 0):16}" for name in names) + "\n")
     write(f"{run['seconds']} s\n")
+    failed = with_verdict(run, Verdict.FAIL)
+    if failed:
+        write("\nfailed, in the order of the documents:\n")
+    for each in failed:
+        write(_printable(f"{place(each['id'])}: {each['id']}: {each['requirement']}") + "\n")
+        write(_printable(f"    {each['detail']}") + "\n")
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)

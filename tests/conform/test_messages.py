@@ -146,3 +146,12 @@ def test_credentials_of_version_2_match_the_codec() -> None:
 
 def test_other_bytes_keep_the_length() -> None:
     assert with_bytes(b"abcdef", 2, b"XY") == b"abXYef"
+
+
+def test_reserved_bits_are_named_by_offset() -> None:
+    clean = pack(messages.TEST_LINK, reply=1, user_data=b"0123456789abcdef")
+    assert read(clean).reserved_words() == ""
+    wrong = with_bytes(with_bytes(clean, 2, b"\x40"), 43, b"\x01")
+    text = "TEST LINK reply has reserved bits: 0x40 at offset 2, 0x01 at offset 43"
+    assert read(wrong).reserved_words() == text
+    assert read(wrong).reserved_words(43) == text.partition(",")[0]

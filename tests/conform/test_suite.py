@@ -19,6 +19,7 @@ from smc_conform.registry import NEEDS, Check
 from smc_conform.reports.document import Document, changes, counts, document, read_document
 from smc_conform.reports.junit import junit
 from smc_conform.reports.page import page
+from smc_conform.reports.terminal import summary
 from smc_conform.roles import Role
 from smc_conform.runner import Runner
 from smc_conform.session import Options, open_session
@@ -212,6 +213,47 @@ def test_reports_of_a_run() -> None:
     assert "It &lt;works&gt;." in html
     assert "seen &amp; noted" in html
     assert "http" not in html.replace("https://", "")
+
+
+FAILED = (
+    "version2/v2.10-2", "clc/C.6-4", "data/4.5.1-10", "llc/4.5-11", "llc/4.5.1-9", "clc/A.2-1",
+)  # fmt: skip
+
+
+def run_with(*names: str) -> Document:
+    results = []
+    for name in names:
+        check = Check(name, f"{name} <works>.", frozenset(Role), frozenset(), passes)
+        results.append((check, Result(name, Verdict.FAIL, f"{name} & broken")))
+    return document(OPTIONS, results, 1.0)
+
+
+def test_failed_checks_are_summed_up_in_the_order_of_the_documents() -> None:
+    lines: list[str] = []
+    summary(run_with(*FAILED), lines.append)
+    text = "".join(lines).partition("failed, in the order of the documents:\n")[2]
+    assert [line for line in text.splitlines() if not line.startswith(" ")] == [
+        "RFC 7609, 4.5: llc/4.5-11: llc/4.5-11 <works>.",
+        "RFC 7609, 4.5.1: llc/4.5.1-9: llc/4.5.1-9 <works>.",
+        "RFC 7609, 4.5.1: data/4.5.1-10: data/4.5.1-10 <works>.",
+        "RFC 7609, A.2: clc/A.2-1: clc/A.2-1 <works>.",
+        "RFC 7609, C.6: clc/C.6-4: clc/C.6-4 <works>.",
+        "compliance with version 2, 10: version2/v2.10-2: version2/v2.10-2 <works>.",
+    ]
+    assert "    clc/C.6-4 & broken" in text
+    lines.clear()
+    summary(run_of(Verdict.PASS, Verdict.INCONCLUSIVE), lines.append)
+    assert "failed" not in "".join(lines)
+
+
+def test_the_page_begins_with_the_failures() -> None:
+    run = run_with(*FAILED) | {"ended": "the server is <gone>"}
+    top, _, table = page(run).partition("<table>")
+    assert "the server is &lt;gone&gt;" in top
+    for name in FAILED:
+        assert f'href="#{name}"' in top
+        assert f'id="{name}"' in table
+    assert "initial-scale=1" in top
 
 
 def test_changes_between_two_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
