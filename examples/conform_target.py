@@ -1,7 +1,7 @@
 """An implementation for `smc-conform` to test: an echo service, or a client that echoes.
 
-    python -m examples.conform_target server [PORT [DAYTIME DISCARD]]
-    python -m examples.conform_target client HOST PORT [LANES]
+    python examples/conform_target.py server [PORT [DAYTIME DISCARD]]
+    python examples/conform_target.py client HOST PORT [LANES]
 
 The server has an echo service (RFC 862), and on other ports a daytime service (RFC 867) and a
 discard service (RFC 863), on free ports unless they are given. It prints the three ports. The
@@ -13,7 +13,9 @@ makes cursors wrap after 16 KiB, and short timers keep the time-out checks short
 
 With CONFORM_UEID in the environment both ends speak version 2; on one host they then use the
 suite's own software RNIC, because version 2 is not for software RNICs otherwise. With CONFORM_RNIC,
-such as "rxe0", they use this RoCE port.
+such as "rxe0", they use this RoCE port. CONFORM_DIRECTORY is the private directory of software
+RNICs, the same as `smc-conform --directory`. With CONFORM_EYE_CATCHER elements have the eye catcher
+of RFC 7609, 4.2.
 """
 
 from __future__ import annotations
@@ -62,6 +64,11 @@ CONFIG = trio_smc.Config(
 )
 
 
+PIECE = 512
+"""Bytes that the discard service reads at a time: much less than a tenth of the ring, so that the
+window grows in small steps (RFC 7609, 4.5.1)."""
+
+
 async def echo(stream: trio_smc.SmcStream) -> None:
     """Send back what arrives, until the end of the stream."""
     # Many checks end the connection by a reset.
@@ -79,7 +86,7 @@ async def daytime(stream: trio_smc.SmcStream) -> None:
 async def discard(stream: trio_smc.SmcStream) -> None:
     """Read and send nothing, until the end of the stream."""
     with contextlib.suppress(trio.BrokenResourceError):
-        async for _ in stream:
+        while await stream.receive_some(PIECE):
             pass
 
 

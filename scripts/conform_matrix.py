@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 
 from scripts.conform import REPORTS, ROOT
 from scripts.conform_findings import Finding, findings
+from smc_conform.catalogue import all_checks
+from smc_conform.registry import Check
 
 __all__ = ["Area", "Column", "main"]
 
@@ -30,6 +33,11 @@ PAGES = ROOT / "docs" / "conformance"
 RESULTS = PAGES / "results.json"
 LAB = ROOT / "build" / "interop"
 _LADDER = "The ladder, as the suite sees it (`->` is sent by the suite):"
+_SHOWN = "Ladder, messages and capture are of "
+_OPENING = re.compile(r"ms (->|<-) TCP +SMC Proposal( version 2)?")
+_ANSWER = re.compile(r"ms (?:->|<-) TCP +SMC Accept( version 2)?")
+_QUOTED = re.compile(r"<(.*?)>")
+_READ = "tshark --disable-protocol rpcordma -o infiniband.identify_payload:FALSE -r FILE"
 _NOT_PASSED = ("fail", "differs", "inconclusive")
 _MOST_LINES = 60
 """Lines of a ladder or of messages on a page; the capture has all."""
@@ -217,19 +225,24 @@ def matrix(found: Sequence[Column], reasons: dict[str, Finding]) -> str:
 
 
 def linux_page(
-    finding: Finding, found: Sequence[Column], newest: dict[str, Any] | None, before: str
+    finding: Finding, found: Sequence[Column], newest: dict[str, Any] | None, run: str, before: str
 ) -> str:
     """The page about a check that a Linux kernel has failed.
 
     Args:
-      newest: the check in a report; None: no report of a failure is there, and requirement and
-        messages are those of the page as it was ``before``.
+      newest: the check in a report; None: no report of a failure is there, and the messages are
+        those of the page as it was ``before``.
+      run: kernel, version and role of that report.
     """
+    check = next(each for each in all_checks() if each.id == finding.id)
+    failed = [column for column in found if finding.id in column.others("fail")]
     if newest is None:
-        requirement = before.partition("Check `")[2].partition("`: ")[2].partition("\n")[0]
         messages = _LADDER + before.partition(_LADDER)[2]
+        shown = before.partition(_SHOWN)[2].partition("\n")[0] or _run_of(
+            finding.id, messages, failed
+        )
     else:
-        requirement = newest["requirement"]
+        shown = run + "."
         messages = "\n".join((
             _LADDER,
             "",
@@ -249,7 +262,7 @@ def linux_page(
     lines = [
         f"# {finding.title[0].upper()}{finding.title[1:]}",
         "",
-        f"Check `{finding.id}`: {requirement}",
+        f"Check `{finding.id}`, {_document(check)}: {check.requirement}",
         "",
         finding.reason.strip(),
         "",
@@ -258,12 +271,54 @@ def linux_page(
         *(
             f"| {column.name} | {column.version} | {column.role} "
             f"| `{column.others('fail')[finding.id]}` |"
-            for column in found
-            if finding.id in column.others("fail")
+            for column in failed
         ),
+        "",
+        "Each row again, in [the lab](../../interop.md):",
+        "",
+        "```text",
+        *(_command(check, column) for column in failed),
+        "```",
+        "",
+        f"{_SHOWN}{shown}",
         "",
     ]
     return "\n".join(lines) + "\n" + messages
+
+
+def _document(check: Check) -> str:
+    if check.area == "version2":
+        return f"[compliance with version 2](../../compliance-v2.md), section {check.section}"
+    return f"RFC 7609, section {check.section}"
+
+
+def _command(check: Check, column: Column) -> str:
+    """The command that runs the check again with the kernel of this column."""
+    kernel = column.name.removeprefix("Linux ")
+    # Only checks of this part have two RNICs on both sides.
+    part = "failover" if "two-rnics" in check.needs and check.area != "failover" else check.id
+    words = f"conform kernel {column.role} {column.version} {part}"
+    return f"python -m tests.lab.runner --kernel {kernel} {words}"
+
+
+def _run_of(check: str, messages: str, failed: Sequence[Column]) -> str:
+    """The kernels that a ladder without a name may be of: those of its version and role.
+
+    If observations name messages, these are in the ladder.
+    """
+    opening, answer = _OPENING.search(messages), _ANSWER.search(messages)
+    if opening is not None:
+        role = "server" if opening[1] == "->" else "client"
+        # A Proposal may offer both versions.
+        version = 2 if (opening[2] if answer is None else answer[1]) else 1
+        failed = [each for each in failed if (each.version, each.role) == (version, role)]
+    failed = [
+        each
+        for each in failed
+        if all(quoted in messages for quoted in _QUOTED.findall(each.others("fail")[check]))
+    ]
+    words = "; ".join(each.words for each in failed)
+    return f"{words}." if len(failed) == 1 else f"one of these: {words}."
 
 
 def _cut(lines: Sequence[str]) -> list[str]:
@@ -280,7 +335,14 @@ def linux_index(known: Sequence[Finding]) -> str:
         "Each page has the requirement, what the kernel did, the bytes, and a capture. The lab",
         "makes Linux's SMC-R work over soft-RoCE ([interop](../../interop.md)): version 2 with",
         "the module as it comes, version 1 with one that accepts soft-RoCE's GIDs. The places in",
-        "the source are those of Linux 6.12.",
+        "the source are those of Linux 6.12. Each row of a table is a run of its own. The bytes on",
+        "a page are those of one run, which the page names.",
+        "",
+        "Read a capture with this command; [bugs of tshark](../../capture.md) need the options:",
+        "",
+        "```",
+        _READ,
+        "```",
         "",
         "```{toctree}",
         ":maxdepth: 1",
@@ -320,18 +382,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(*(f"no reason: {name}" for name in missing), sep="\n", end="\n" if missing else "")
     known = [reasons[name] for name in failed if name in reasons]
     for each in known:
-        newest = next(
+        newest, run = next(
             (
-                report.checks[each.id]
+                (report.checks[each.id], report.column().words)
                 for report in new
                 if report.name.startswith("Linux")
                 and report.checks.get(each.id, {}).get("verdict") == "fail"
             ),
-            None,
+            (None, ""),
         )
         page = linux / f"{each.page}.md"
         before = page.read_text() if page.exists() else ""
-        page.write_text(linux_page(each, kernels, newest, before))
+        page.write_text(linux_page(each, kernels, newest, run, before))
         if newest is not None:
             capture = base64.b64decode(newest["capture"])
             page.with_suffix(".pcapng").write_bytes(capture)

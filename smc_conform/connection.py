@@ -28,6 +28,7 @@ class Connection(LinkUser):
       tcp: its TCP connection.
       group, link: the link is the one that the suite sends on.
       index, token: the suite's element and alert token.
+      own_size: bytes of the suite's element.
       peer_token: the implementation's alert token.
       sequence: of the last CDC message of the suite.
       produced: bytes that the suite has written.
@@ -41,6 +42,7 @@ class Connection(LinkUser):
         self.group = group
         self.link: Link = group.link
         self.index = group.take_element()
+        self.own_size = ELEMENT_SIZE
         self.token = secrets.randbits(32)
         while self.token in group.connections:
             self.token = secrets.randbits(32)
@@ -98,7 +100,7 @@ class Connection(LinkUser):
     @property
     def own_room(self) -> int:
         """The same of the suite's element."""
-        return ELEMENT_SIZE - self.base
+        return self.own_size - self.base
 
     @property
     def window(self) -> int:
@@ -172,7 +174,7 @@ class Connection(LinkUser):
     def peek(self, count: int, position: int | None = None) -> bytes:
         """Bytes of the suite's element from a position on; default: the next unread ones."""
         begin = self.consumed if position is None else position
-        start = (self.index - 1) * ELEMENT_SIZE + self.base
+        start = (self.index - 1) * self.own_size + self.base
         view = self._memory.view
         found = bytearray()
         while len(found) < count:

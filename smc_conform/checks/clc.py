@@ -517,6 +517,26 @@ async def decline_fields(peer: Peer) -> None:
 
 
 @check(
+    "A.2.5-2",
+    "SMC Decline has the out-of-sync flag only if a link group is out of sync.",
+    needs=("version-1",),
+)
+async def decline_in_sync(peer: Peer) -> None:
+    if peer.role is SERVER:  # no link group exists, and SMC Proposal names none
+        subnet = {"subnet": b"\xc6\x33\x64\0", "mask_length": 24}
+        handshake = await peer.reach(Phase.PROPOSED, change={"proposal": subnet})
+        if (await peer.declined(handshake.tcp)).out_of_sync:
+            raise Failed("SMC Decline has the out-of-sync flag, and there is no link group")
+    # SMC Accept and SMC Confirm are about a new link group, which the peer gives up anyway.
+    name, phase = ("confirm", Phase.CONFIRMED)
+    if peer.role is CLIENT:
+        name, phase = ("accept", Phase.ACCEPTED)
+    handshake = await peer.reach(phase, change={name: {"qp_mtu": 15}})
+    if (await peer.declined(handshake.tcp)).out_of_sync:
+        raise Differs("SMC Decline of a first contact has the out-of-sync flag")
+
+
+@check(
     "3.5.1.2-1",
     "A server in another subnet declines, and TCP continues.",
     SERVER,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from functools import partial
 
 from smc_conform.connection import Connection
-from smc_conform.messages import CDC, with_bytes
+from smc_conform.messages import CDC, Message, with_bytes
 from smc_conform.peer import Peer, Phase
 from smc_conform.registry import check
 from smc_conform.roles import Role
-from smc_conform.verdicts import Differs, Failed, Silence
+from smc_conform.verdicts import Differs, Failed, Inconclusive, Silence
 
 SERVER = Role.SERVER
+_CODE_OF_128_KIB = 3
+"""The size code of an element in SMC Accept and SMC Confirm (A.2.3)."""
 
 
 def pattern(count: int, seed: int = 0) -> bytes:
@@ -27,11 +30,12 @@ def pattern(count: int, seed: int = 0) -> bytes:
 @check("A.4-1", "The first CDC message has sequence number 1, and each further one is higher by 1.")
 async def sequence_numbers(peer: Peer) -> None:
     connection = await peer.connect()
-    for number in range(20):
-        await connection.echo(bytes((number,)) * 100)
+    for number in range(300):  # beyond 255
+        await connection.echo(number.to_bytes(2, "big"))
     numbers = [message.sequence for message in connection.messages]
-    if numbers != list(range(1, len(numbers) + 1)):
-        raise Failed(f"the sequence numbers are {numbers}")
+    for place, number in enumerate(numbers, 1):
+        if number != place:
+            raise Failed(f"CDC message {place} has the sequence number {number}")
 
 
 @check("A.4-2", "A CDC message has 44 bytes, length 44, and zeros in reserved bytes and bits.")
@@ -85,6 +89,79 @@ async def consumer_wraps(peer: Peer) -> None:
         raise Failed(f"{connection.peer_consumed} of {connection.produced} bytes were consumed")
     if connection.last.consumer_wrap not in (2, 3):
         raise Failed(f"the consumer wrap sequence number is {connection.last.consumer_wrap}")
+
+
+_MANY_WRAPS = 257
+"""Rings after which a wrap sequence number of 8 bits is wrong."""
+_LARGEST_ROOM = 64 * 1024
+"""Bytes of the largest ring that `_MANY_WRAPS` may fill, so that the check takes about a second."""
+
+
+async def _echo_rings(peer: Peer, connection: Connection, total: int) -> None:
+    """Echo this many bytes; the wrap sequence numbers of both cursors may only grow."""
+    data = pattern(connection.own_room)
+    while connection.produced < total:
+        before = connection.messages[-1] if connection.messages else None
+        seen = len(connection.messages)
+        piece = data[: min(len(data), connection.window)]
+        connection.write(piece)
+        goal = connection.consumed + len(piece)
+
+        def gone_back(before: Message | None = before, seen: int = seen) -> str:
+            last = before
+            for message in connection.messages[seen:]:
+                for cursor in ("producer", "consumer"):
+                    was = getattr(last, f"{cursor}_wrap") if last is not None else 0
+                    now = getattr(message, f"{cursor}_wrap")
+                    if now < was:
+                        return f"the {cursor} wrap sequence number goes from {was} to {now}"
+                last = message
+            return ""
+
+        def is_over(goal: int = goal, gone_back: Callable[[], str] = gone_back) -> bool:
+            ready = connection.peer_produced >= goal and connection.window > 0
+            return ready or bool(gone_back())
+
+        await peer.until(is_over, "the echo, and a window", connection, connection.tcp)
+        if wrong := gone_back():
+            raise Failed(wrong)
+        if await connection.read(len(piece)) != piece:
+            raise Failed(f"the echo is wrong after {goal} bytes")
+
+
+@check("A.4-31", "The producer wrap sequence number goes beyond 255.")
+async def many_producer_wraps(peer: Peer) -> None:
+    connection = await peer.connect()
+    await _echo_rings(peer, connection, _MANY_WRAPS * connection.own_room)
+    if connection.last.producer_wrap < _MANY_WRAPS - 1:
+        raise Failed(f"the producer wrap sequence number is {connection.last.producer_wrap}")
+
+
+@check("A.4-32", "The consumer wrap sequence number goes beyond 255.")
+async def many_consumer_wraps(peer: Peer) -> None:
+    connection = await peer.connect()
+    if connection.peer_room > _LARGEST_ROOM:
+        raise Inconclusive(
+            f"the implementation's element has {connection.peer_size} bytes: with at most "
+            f"{_LARGEST_ROOM} the check can fill it {_MANY_WRAPS} times"
+        )
+    await _echo_rings(peer, connection, _MANY_WRAPS * connection.peer_room)
+    connection.write(b"x", update_requested=1)
+    await all_consumed(peer, connection)
+    if connection.last.consumer_wrap < _MANY_WRAPS:
+        raise Failed(f"the consumer wrap sequence number is {connection.last.consumer_wrap}")
+
+
+@check("A.4-33", "In an element of 128 KiB the producer cursor goes beyond 65,535.")
+async def large_element(peer: Peer) -> None:
+    name = "accept" if peer.role is Role.CLIENT else "confirm"
+    connection = await peer.connect(change={name: {"size_code": _CODE_OF_128_KIB}})
+    connection.own_size = 128 * 1024
+    data = pattern(3 * connection.own_room + 7)
+    for at in range(0, len(data), 8000):
+        await connection.echo(data[at : at + 8000])
+    if max(message.producer for message in connection.messages) <= 0xFFFF:
+        raise Failed("no producer cursor is beyond 65,535")
 
 
 @check("A.4-7", "Both cursors of the first CDC message show an empty ring, and the data of it.")
@@ -257,6 +334,37 @@ async def goes_on_after_blocking(peer: Peer) -> None:
         raise Failed("the echo differs from what was written")
 
 
+@check("A.4-34", "The consumer cursor never passes data that the application has not read.")
+async def cursor_does_not_pass_unread_data(peer: Peer) -> None:
+    # The application reads slowly, because the suite takes its echo in small pieces.  The suite
+    # writes whenever a cursor shows room: if the room is not there, unread data is overwritten.
+    connection, begin = await closed_window(peer)
+    written = bytearray(begin)
+    read = 0
+    total = len(written) + 3 * connection.peer_room
+    while read < total:
+        if connection.window < 0:
+            raise Failed(f"{connection.last} takes back {-connection.window} bytes of the window")
+        await peer.until(
+            lambda: connection.peer_produced > connection.consumed
+            or (connection.window > 0 and len(written) < total),
+            "more data, or a larger window", connection, connection.tcp,
+        )  # fmt: skip
+        ready = min(connection.peer_produced - connection.consumed, connection.own_room // 8)
+        back = await connection.read(ready) if ready else b""
+        for byte, expected in zip(back, written[read : read + ready], strict=True):
+            if byte != expected:
+                raise Failed(
+                    f"byte {read} of the echo is wrong, and the suite never wrote beyond the "
+                    f"window: the consumer cursor has passed data that was not read"
+                )
+            read += 1
+        await peer.ping(connection.link)
+        if piece := pattern(max(0, min(connection.window, total - len(written))), len(written)):
+            written.extend(piece)
+            connection.write(piece)
+
+
 @check("4.5.1-1", "A writer that has set B learns of any consumption.")
 async def update_after_b(peer: Peer) -> None:
     connection, _ = await closed_window(peer)
@@ -341,15 +449,68 @@ async def wide_window_is_not_announced(peer: Peer) -> None:
         raise Failed(f"{connection.last} comes, although the window is wide")
 
 
+async def _growths(peer: Peer) -> tuple[list[int], int]:
+    """The growths of the window that a slow reader announces, and the room of its element.
+
+    The suite fills most of the ring by one message.  The discard service reads small pieces of it.
+
+    Raises:
+      Failed: a growth is announced while half of the ring is free for the sender.
+    """
+    connection = await discarding(peer)
+    room = connection.peer_room
+    announced = connection.peer_consumed
+    begin = len(connection.messages)
+    connection.write(bytes(connection.window - room // 50))
+    await peer.until(
+        lambda: 2 * connection.window >= room, "a wide window", connection, connection.tcp
+    )
+    await peer.quiet(0.05)
+    await peer.ping(connection.link)
+    growths = []
+    for message in connection.messages[begin:]:
+        consumed = connection.position(message.consumer_wrap, message.consumer, room)
+        window = room - (connection.produced - announced)
+        if 2 * window >= room:
+            raise Failed(f"{message} comes, although {window} of {room} bytes were free")
+        growths.append(consumed - announced)
+        announced = consumed
+    return growths, room
+
+
+@check("4.5.1-13", "A slow reader does not announce less than a tenth of the ring alone.",
+       SERVER, needs=DISCARD)  # fmt: skip
+async def small_growth_of_a_small_window(peer: Peer) -> None:
+    growths, room = await _growths(peer)
+    if 10 * min(growths) < room:
+        raise Failed(f"the window grows by {min(growths)} bytes, of a ring of {room}")
+
+
+@check("4.5.1-14", "A slow reader announces a tenth of the ring while the window is below half.",
+       SERVER, needs=DISCARD)  # fmt: skip
+async def growth_by_a_tenth(peer: Peer) -> None:
+    growths, room = await _growths(peer)
+    # The service reads in pieces, and the RFC does not limit them.
+    if 20 * growths[0] > 3 * room:
+        raise Differs(
+            f"the window first grows by {growths[0]} bytes, of a ring of {room}: either it is "
+            f"announced late, or the discard service reads in large pieces"
+        )
+
+
 @check("4.5.1-7", "A window below half that would grow by a tenth is announced.", SERVER,
        needs=DISCARD)  # fmt: skip
 async def small_window_is_announced(peer: Peer) -> None:
     connection = await discarding(peer)
     for _ in range(6):
         connection.write(bytes(connection.peer_room // 9))
+    room = connection.peer_room
+    # A reader that is slower than the writes announces tenths, until the window is wide.
     await peer.until(
-        lambda: connection.peer_consumed > connection.peer_room // 2, "a window update", connection
-    )
+        lambda: 2 * connection.window >= room
+        or 10 * (connection.produced - connection.peer_consumed) < room,
+        "a window update", connection,
+    )  # fmt: skip
 
 
 @check("4.5.1-8", "After the B flag even a small consumption is announced.", SERVER, needs=DISCARD)

@@ -223,7 +223,8 @@ async def _wrong_size(size: int, peer: Peer) -> None:
 
 for _number, _size in _SIZES.items():
     check(
-        f"A.3-{_number}", f"An LLC message of {_size} bytes ends the link (C.7.1).", robust=True
+        f"A.3-{_number}",
+        f"An LLC message of {_size} byte{'s' * (_size > 1)} ends the link (C.7.1).", robust=True
     )(partial(_wrong_size, _size))  # fmt: skip
 
 

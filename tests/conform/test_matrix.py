@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scripts.conform_findings import findings
-from scripts.conform_matrix import Area, Column, Reports, checked, matrix, merged
+from scripts.conform_matrix import Area, Column, Reports, checked, linux_page, matrix, merged
 
 
 def column(
@@ -60,6 +60,31 @@ def test_a_failure_of_linux_leads_to_its_page() -> None:
     assert "| Linux 6.12 | 1 | server | 8/9 |  |" in page
     assert "](linux/clc-C.6-4.md) |" in page
     assert "| `llc/X-1` | Linux 7.3, version 1, server | differs | `goes on` |" in page
+
+
+def test_a_page_names_its_run_and_the_command_that_repeats_it() -> None:
+    failed = Area(8, 9, {"version2/v2.10-10": ("fail", "confirms")})
+    found = [
+        column(version=2, version2=failed),
+        column("Linux 7.3", 2, version2=failed),
+        column("Linux 7.3", 2, "client", version2=failed),
+    ]
+    reason = findings()["version2/v2.10-10"]
+    ladder = "1.0 ms {} TCP      SMC Proposal version 2 (164 bytes)"
+    report = {"ladder": [ladder.format("->")], "messages": []}
+    page = linux_page(reason, found, report, "Linux 7.3, version 2, server", "")
+    assert "\nLadder, messages and capture are of Linux 7.3, version 2, server.\n" in page
+    assert "runner --kernel 6.12 conform kernel server 2 failover\n" in page
+    # Without a report the page keeps the name of the run, and its bytes.
+    assert linux_page(reason, found, None, "", page) == page
+    of_a_client = page.replace("are of Linux 7.3, version 2, server.", "").replace(
+        ladder.format("->"), ladder.format("<-")
+    )
+    nameless = of_a_client.replace("Ladder, messages and capture ", "")
+    assert "are of Linux 7.3, version 2, client.\n" in linux_page(reason, found, None, "", nameless)
+    nameless = nameless.replace("<-", "->")
+    both = "are of one of these: Linux 6.12, version 2, server; Linux 7.3, version 2, server.\n"
+    assert both in linux_page(reason, found, None, "", nameless)
 
 
 def test_the_pages_have_the_results() -> None:

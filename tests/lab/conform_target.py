@@ -21,6 +21,8 @@ __all__ = ["DAYTIME", "DISCARD", "ECHO"]
 
 ECHO, DAYTIME, DISCARD = 7007, 7013, 7009
 PIECE = 64 * 1024
+SMALL_PIECE = 512
+"""Bytes that the discard service reads at a time: less than a tenth of a ring (RFC 7609, 4.5.1)."""
 
 
 def echo(sock: socket.socket) -> None:
@@ -35,8 +37,8 @@ def daytime(sock: socket.socket) -> None:
 
 
 def discard(sock: socket.socket) -> None:
-    """Read until the end."""
-    while sock.recv(PIECE):
+    """Read in small pieces until the end."""
+    while sock.recv(SMALL_PIECE):
         pass
 
 
