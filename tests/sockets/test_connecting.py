@@ -14,12 +14,17 @@ import trio.testing
 import trio_smc
 from tests.peers import echo
 from tests.timing import PATIENCE
+from trio_smc import FallbackReason
+from trio_smc.connecting import dial
 from trio_smc.rendezvous.discovery.announcing import Announcer
 from trio_smc.sockets.drop_in import DropInSocket
 
 HOST = "127.0.0.1"
 TCP = stdlib_socket.IPPROTO_TCP
 FASTOPEN_CONNECT = 30  # linux/tcp.h; Python 3.11 has no name for it
+SHARED = stdlib_socket.SOL_SOCKET, stdlib_socket.SO_REUSEADDR, 1
+LATE_PORT = stdlib_socket.IPPROTO_IP, 24, 1  # IP_BIND_ADDRESS_NO_PORT; Python 3.11 has no name
+DEVICE = stdlib_socket.SOL_SOCKET, stdlib_socket.SO_BINDTODEVICE, b"lo"
 LATE = 2.0
 """Time limit of a `connect`, in seconds."""
 
@@ -35,12 +40,22 @@ async def required(request: pytest.FixtureRequest) -> AsyncIterator[bool]:
 
 
 async def listen(
-    host: str = HOST, backlog: int = 16, family: int = stdlib_socket.AF_INET
+    host: str = HOST,
+    backlog: int = 16,
+    family: int = stdlib_socket.AF_INET,
+    *,
+    dual_stack: bool = False,
 ) -> trio.socket.SocketType:
     sock = trio.socket.socket(family)
+    if dual_stack and family == stdlib_socket.AF_INET6:
+        sock.setsockopt(stdlib_socket.IPPROTO_IPV6, stdlib_socket.IPV6_V6ONLY, 0)
     await sock.bind((host, 0))
     sock.listen(backlog)
     return sock
+
+
+def family_of(address: str) -> int:
+    return stdlib_socket.AF_INET6 if ":" in address else stdlib_socket.AF_INET
 
 
 async def check_pair(client: trio.socket.SocketType, server: trio.socket.SocketType) -> None:
@@ -230,6 +245,79 @@ async def test_a_wildcard_address_from_a_bound_socket(required: bool) -> None:
         await client.bind(("127.0.0.7", 0))
         there = "0.0.0.0", listener.getsockname()[1]
         await check_pair(client, await connect_and_accept(client, listener, there))
+
+
+@pytest.mark.parametrize("options", [[], [SHARED], [LATE_PORT], [DEVICE]])
+@pytest.mark.parametrize(
+    ("wildcard", "address", "host"),
+    [
+        ("0.0.0.0", HOST, HOST),
+        ("0.0.0.0", "127.0.0.9", "0.0.0.0"),
+        ("0.0.0.0", "0.0.0.0", HOST),
+        ("::", "::1", "::1"),
+        ("::", "::", "::"),
+        ("::", "::ffff:127.0.0.1", "::"),
+        ("::ffff:0.0.0.0", "::ffff:127.0.0.1", "::"),
+        ("::ffff:0.0.0.0", "::", "::"),
+    ],
+)
+async def test_a_socket_that_is_bound_to_a_wildcard_address(
+    required: bool,
+    wildcard: str,
+    address: str,
+    host: str,
+    options: list[tuple[int, int, int | bytes]],
+) -> None:
+    """The kernel chooses the address as for a socket that is not bound, and keeps the port."""
+    listener = await listen(host, family=family_of(host), dual_stack=True)
+    with listener:
+        there = address, listener.getsockname()[1]
+        port = 0
+        for _ in range(2 if SHARED in options else 1):
+            client = trio.socket.socket(family_of(wildcard))
+            for option in options:
+                client.setsockopt(*option)
+            if client.family == stdlib_socket.AF_INET6:
+                client.setsockopt(stdlib_socket.IPPROTO_IPV6, stdlib_socket.IPV6_V6ONLY, 0)
+            await client.bind((wildcard, port))
+            port = client.getsockname()[1]
+            server = await connect_and_accept(client, listener, there)
+            assert port in (0, client.getsockname()[1])
+            await check_pair(client, server)
+
+
+async def test_a_source_that_is_not_the_expected_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the kernel chooses another source address, only this connection is TCP, and at once."""
+    trio_smc.enable(trio_smc.Config(receive_buffer=16 * 1024))
+    try:
+        with await listen() as listener:
+            monkeypatch.setattr(dial, "source_address", lambda *_: "127.0.0.5")
+            client = trio.socket.socket()
+            await client.bind(("0.0.0.0", 0))
+            server = await connect_and_accept(client, listener)
+            for end, reason in (
+                (client, FallbackReason.OUT_OF_RESOURCES),
+                (server, FallbackReason.PEER_NOT_CAPABLE),
+            ):
+                assert isinstance(end, DropInSocket)
+                assert end.stream is not None
+                assert end.stream.fallback is not None
+                assert end.stream.fallback.reason is reason
+                end.close()
+            monkeypatch.undo()
+            client = trio.socket.socket()
+            await check_pair(client, await connect_and_accept(client, listener))
+    finally:
+        trio_smc.disable()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", HOST])
+async def test_a_local_address_of_a_stream(required: bool, address: str) -> None:
+    with await listen() as listener:
+        port = listener.getsockname()[1]
+        stream = await trio.open_tcp_stream(HOST, port, local_address=address)
+        server, _ = await listener.accept()
+        await check_pair(stream.socket, server)
 
 
 @pytest.mark.parametrize("raised", [True, False], ids=["raised", "as-asked"])

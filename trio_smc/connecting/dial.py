@@ -36,6 +36,7 @@ from trio_smc._base.reasons import FallbackReason
 from trio_smc._base.waits import wait_writable
 from trio_smc.host.addresses import (
     is_same_host,
+    is_wildcard,
     plain_address,
     reached_address,
     source_address,
@@ -342,7 +343,8 @@ async def connect_attempt(
 ) -> None:
     """Announce a connection and connect; on an error the socket is closed.
 
-    local: the source address, to which a socket of the caller is bound already; None: any.
+    local: the source address, to which a socket of the caller is bound already; None, or a wildcard
+      address: any.
     """
     bound = attempt.plain is None and local is not None
     if attempt.address is None:
@@ -353,10 +355,8 @@ async def connect_attempt(
         if isinstance(source, str) and not isinstance(source, FallbackReason):
             _send_syn_at_once(attempt)
             if bound:
-                await _announce(stack, attempt, config)
-            elif await _connect_announced(
-                stack, attempt, address, source, config, given=local is not None
-            ):
+                await _announce(stack, attempt, config, (source, attempt.sock.getsockname()[1]))
+            elif await _connect_announced(stack, attempt, address, source, config, local):
                 return
         else:
             attempt.announcement = source
@@ -369,6 +369,7 @@ async def connect_attempt(
             attempt.announcement = stack.tcp_option.offer(attempt.sock)
             attempt.offers = attempt.announcement is None
         if await _connected(stack, attempt, address):
+            _check_source(attempt)
             return
         if (
             bound
@@ -409,11 +410,11 @@ def _send_syn_at_once(attempt: Attempt) -> None:
 
 
 async def _connect_announced(
-    stack: DialHost, attempt: Attempt, address: Any, source: str, config: Config, *, given: bool
+    stack: DialHost, attempt: Attempt, address: Any, source: str, config: Config, local: str | None
 ) -> bool:
     """Announce a port, and connect from it.
 
-    given: the program has chosen the source address.
+    local: the address that the program has chosen, to bind to; it may be a wildcard address.
 
     False: not connected, because no listener is announced to, or because all ports are taken.
     """
@@ -431,8 +432,8 @@ async def _connect_announced(
                 continue  # another connection from that port is announced
             if not isinstance(announced, Announcement):
                 return False
-            if given:
-                await _bind(attempt, source, numeric=True)
+            if local is not None:
+                await _bind(attempt, local, numeric=True)
             try:
                 _set_option(sock, _RANGE.pack(port << 16 | port))
             except OSError:  # a system that has the option, but refuses to set it
@@ -440,11 +441,7 @@ async def _connect_announced(
                 return await _connect_bound(stack, attempt, address, source, config)
             if not announced.is_too_late() and await _connected(stack, attempt, address):
                 opened = True
-                name = sock.getsockname()
-                if (plain_address(name[0]), name[1]) != (attempt.here, port):
-                    # The system's range of ports or its routes have just changed, and the kernel
-                    # has chosen another port or address.
-                    attempt.refrain()
+                _check_source(attempt, port)
                 return True
             attempt.refrain()
         if attempt.announcement is None:
@@ -455,6 +452,18 @@ async def _connect_announced(
         if sock.fileno() >= 0 and not (opened and attempt.plain is not None):
             with contextlib.suppress(OSError):
                 _set_option(sock, wanted)
+
+
+def _check_source(attempt: Attempt, port: int | None = None) -> None:
+    """Withdraw the announcement if the kernel has chosen another address or port than this one.
+
+    The system's range of ports or its routes have just changed, or options of the program's socket
+    (SO_BINDTODEVICE, SO_MARK, IP_UNICAST_IF) lead to another route.
+    """
+    if isinstance(attempt.announcement, Announcement):
+        name = attempt.sock.getsockname()
+        if plain_address(name[0]) != attempt.here or port not in (None, name[1]):
+            attempt.refrain()
 
 
 async def _connect_bound(
@@ -529,7 +538,7 @@ async def _announce(
     if source is None:
         name = attempt.sock.getsockname()
         source = name[0], name[1]
-        attempt.here = plain_address(name[0])
+    attempt.here = plain_address(source[0])
     discovery = stack.discovery
     sock = attempt.plain or attempt.sock
     for waited in (False, True):
@@ -654,7 +663,8 @@ async def _announced_source(
     host, port = address[0], address[1]
     if plain_address(host) != attempt.peer[0]:
         host = attempt.peer[0]  # a wildcard address, which stands for this host
-    source = local or source_address(host, port)
+    # The kernel chooses the address of a socket that is bound to a wildcard address, too.
+    source = source_address(host, port) if local is None or is_wildcard(local) else local
     try:
         plain = plain_address(source or "")
     except ValueError:

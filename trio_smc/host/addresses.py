@@ -40,6 +40,7 @@ __all__ = [
     "is_attached",
     "is_on_network",
     "is_same_host",
+    "is_wildcard",
     "local_prefix",
     "own_addresses",
     "plain_address",
@@ -128,8 +129,16 @@ def reached_address(address: str, source: str | None = None) -> str:
     if plain.version == 4:
         own = bound is not None and bound.version == 4 and not bound.is_unspecified
         return str(bound) if own else "127.0.0.1"
-    is_mapped = bound is not None and bound.version == 4 and not bound.is_unspecified
-    return "127.0.0.1" if is_mapped else "::1"
+    return "127.0.0.1" if bound is not None and bound.version == 4 else "::1"
+
+
+@functools.lru_cache(_CACHE_SIZE)
+def is_wildcard(address: str) -> bool:
+    """True if the address stands for all addresses of this host; the name of a host does not."""
+    try:
+        return _parse(address).is_unspecified
+    except ValueError:
+        return False
 
 
 @functools.lru_cache(_CACHE_SIZE)
