@@ -32,8 +32,8 @@ __all__ = [
 
 DIRECTORY: Final = Path(__file__).with_name("machines")
 Kind = Literal["programs", "transports"]
-_PROCESSORS: Final = Path("/proc/cpuinfo")
-_CACHES: Final = Path("/sys/devices/system/cpu/cpu0/cache")
+PROCESSORS: Final = Path("/proc/cpuinfo")
+CACHES: Final = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def this_machine() -> dict[str, Any]:
@@ -52,7 +52,7 @@ def this_machine() -> dict[str, Any]:
 
 def _processor() -> str:
     """The name of the processor.  On ARM64 the kernel knows only numbers, and lscpu the names."""
-    found = re.search(r"^model name\s*: (.+)$", _PROCESSORS.read_text(), re.MULTILINE)
+    found = re.search(r"^model name\s*: (.+)$", PROCESSORS.read_text(), re.MULTILINE)
     if found is None:
         try:
             shown = subprocess.run(
@@ -68,7 +68,7 @@ def _processor() -> str:
 def _caches() -> dict[str, str]:
     """Sizes of the first processor's caches.  Virtual machines may show caches without sizes."""
     found = {}
-    for index in sorted(_CACHES.glob("index*")):
+    for index in sorted(CACHES.glob("index*")):
         with contextlib.suppress(FileNotFoundError):
             level, kind, size = (
                 (index / name).read_text().strip() for name in ("level", "type", "size")

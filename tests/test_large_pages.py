@@ -63,7 +63,7 @@ def test_a_guest_that_never_ends_fails(
     assert "the guest has not ended" in capsys.readouterr().out
 
 
-def test_a_guest_without_qemu_says_what_is_needed(
+def test_without_qemu_the_package_is_named(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(root))

@@ -48,7 +48,7 @@ def test_the_name_of_a_processor(
     program = tmp_path / "lscpu"
     program.write_text(f"#!/bin/sh\n{lscpu}\n")
     program.chmod(0o755)
-    monkeypatch.setattr(machines, "_PROCESSORS", tmp_path / "cpuinfo")
+    monkeypatch.setattr(machines, "PROCESSORS", tmp_path / "cpuinfo")
     monkeypatch.setattr(platform, "processor", lambda: "other")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert machines.this_machine()["processor"] == processor
@@ -64,7 +64,7 @@ def test_a_cache_without_a_size_is_left_out(
         index.mkdir()
         for name, text in files.items():
             (index / name).write_text(f"{text}\n")
-    monkeypatch.setattr(machines, "_CACHES", tmp_path)
+    monkeypatch.setattr(machines, "CACHES", tmp_path)
     assert machines.this_machine()["caches"] == {"L1 data": "32K"}
 
 

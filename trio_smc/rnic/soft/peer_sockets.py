@@ -374,7 +374,7 @@ class PeerSockets:
                 return
             try:
                 packet = intake.receive(sock)
-            except OSError:  # it stays in the socket
+            except OSError:  # the packet stays in the socket
                 self._watch_readable(wanted=False)
                 return
             if packet is None:
