@@ -10,6 +10,8 @@ import os
 import sys
 from typing import Final
 
+from trio_smc._base.resources import is_lack
+
 if sys.platform != "win32":
     import resource
 
@@ -35,14 +37,14 @@ def leaves_reserve(count: int) -> bool:
     """
     if sys.platform != "linux":
         return True
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return True
     try:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit == resource.RLIM_INFINITY:
+            return True
         # The size is the number of open descriptors since Linux 6.2, and 0 before.
         number = os.stat(_OPEN).st_size or len(os.listdir(_OPEN))
-    except FileNotFoundError:
-        return True  # /proc is not mounted
-    except OSError:
-        return False  # `listdir` needs a descriptor itself
+    except OSError as error:
+        # `listdir` needs a descriptor itself.  Other errors: /proc is not mounted, or a sandbox
+        # refuses the call.
+        return not is_lack(error)
     return number + count + max(RESERVE, limit // _SHARE) <= limit
