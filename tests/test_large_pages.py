@@ -63,9 +63,7 @@ def test_a_guest_that_never_ends_fails(
     assert "the guest has not ended" in capsys.readouterr().out
 
 
-def test_without_qemu_the_package_is_named(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_qemu_the_package_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(root))
     with pytest.raises(page_sizes.Failed, match="qemu-system-arm"):
         page_sizes.guest(Path("Image"), root, ["true"])

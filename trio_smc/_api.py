@@ -32,6 +32,7 @@ from trio_smc.config.file import environment_config, load_settings
 from trio_smc.connecting.listener import SmcListener
 from trio_smc.control.protocol import REPORT_EVERY, REPORT_TO, report_interval
 from trio_smc.control.server import ControlSocket, RunReport
+from trio_smc.stack.rnics import check_descriptors
 from trio_smc.streams.stream import SmcStream
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ _current: ContextVar[Stack | None] = ContextVar("trio_smc.stack", default=None)
 _default: trio.lowlevel.RunVar[_DefaultStack | None] = trio.lowlevel.RunVar(
     "trio_smc.default_stack"
 )
+_warned: trio.lowlevel.RunVar[bool] = trio.lowlevel.RunVar("trio_smc.warned", False)
+"""True if this run has logged that its default stack cannot be opened."""
 _default_config: Config | None = None
 
 
@@ -84,13 +87,18 @@ class _DefaultStack:
     async def run(self) -> None:
         """Run in a system task. Raises nothing, because that would crash the Trio run."""
         try:
+            # A part of a stack would take descriptors, too.
+            check_descriptors()
             async with open_stack(_default_config) as stack:
                 self.stack = stack
                 self.ready.set()
                 await trio.sleep_forever()
         except Exception as error:
             if self.stack is None and _is_lack(error):
-                LOGGER.warning("no SMC-R: the default stack cannot be opened: %s", error)
+                # Each new connection tries again.
+                level = logging.DEBUG if _warned.get() else logging.WARNING
+                _warned.set(True)
+                LOGGER.log(level, "no SMC-R: the default stack cannot be opened: %s", error)
             else:
                 LOGGER.error("the default stack ended", exc_info=error)
             self.error = error

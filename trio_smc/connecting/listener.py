@@ -46,12 +46,13 @@ import trio
 
 from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import FallbackReason
-from trio_smc._base.resources import LACK_ERRORS
+from trio_smc._base.resources import LACK_ERRORS, is_lack
 from trio_smc._base.waits import wait_readable
 from trio_smc.connecting.accept import Arrival
 from trio_smc.connecting.acceptance import Acceptance
 from trio_smc.connecting.established import HandshakeHost
 from trio_smc.connecting.pending import PendingHandshakes
+from trio_smc.host.free_descriptors import leaves_reserve
 from trio_smc.host.platform import is_supported
 from trio_smc.host.real_time import move_on_after, move_on_at
 from trio_smc.host.tcp import SocketIdentity, backlog, queued
@@ -82,6 +83,10 @@ CAPACITY_ERRORS: Final = LACK_ERRORS - {errno.EAGAIN}
 """Errors after which accepting is retried: descriptors or memory may be available later."""
 CAPACITY_PAUSE: Final = 0.1
 """Seconds before the retry, as in `trio.serve_listeners`."""
+_DESCRIPTORS: Final = 4
+"""Descriptors of a listener beside its TCP socket: the epoll instance of `_Readiness`, the
+directory and the datagram socket of its name, and the socket that refuses clients of older
+releases."""
 _CLOSED_ERRORS: Final = {errno.EBADF, errno.ENOTSOCK}
 _ACCEPT_BATCH: Final = 16
 """Connections accepted in one pass of the scheduler.  Chosen; no measurement is recorded."""
@@ -219,7 +224,9 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         self.socket = sock
         self._of_program = of_program
         shared = of_program and is_supported()
-        self._readiness = _Readiness(sock) if shared else None
+        # Otherwise the program could not accept.  The connections are TCP then.
+        self._may_publish = leaves_reserve(_DESCRIPTORS)
+        self._readiness = self._open_readiness() if shared else None
         self._identity = SocketIdentity(sock) if shared else None
         self._stack = stack
         self._config = config
@@ -250,6 +257,18 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         stack.add_listener(self)
         stack.nursery.start_soon(self._run)
 
+    def _open_readiness(self) -> _Readiness | None:
+        """None for lack of descriptors or epoll watches: the listener waits for the program's
+        descriptor then, and publishes nothing."""
+        if self._may_publish:
+            try:
+                return _Readiness(self.socket)
+            except OSError as error:
+                if not is_lack(error):
+                    raise
+                self._may_publish = False
+        return None
+
     def _publish(self) -> Publication:
         sock, discovery = self.socket, self._stack.discovery
         name = sock.getsockname()
@@ -258,6 +277,9 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
         )
         if self._config.discovery == "tcp-option":
             return discovery.publish_nothing(name, FallbackReason.PEER_NOT_CAPABLE)
+        if not self._may_publish:
+            LOGGER.info("no SMC-R on %s: too few free descriptors for a listener", name)
+            return discovery.publish_nothing(name, FallbackReason.OUT_OF_RESOURCES)
         return discovery.publish(name, self._stack.nursery, dual_stack=dual_stack)
 
     def is_for(self, sock: trio.socket.SocketType) -> bool:

@@ -42,6 +42,7 @@ from trio_smc._base.resources import is_lack
 from trio_smc._base.weak import WeakKeyMapping
 from trio_smc.host import pnet
 from trio_smc.host.addresses import Prefix, is_same_host, local_prefix, plain_address
+from trio_smc.host.free_descriptors import leaves_reserve
 from trio_smc.host.netlink import AnswerCache
 from trio_smc.host.pnet import PnetTable
 from trio_smc.rnic.roce.device import VerbsRnic
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from trio_smc.rendezvous.discovery.same_host import Discovery
     from trio_smc.rnic.pump import Pump
 
-__all__ = ["RnicChange", "StackRnics"]
+__all__ = ["RnicChange", "StackRnics", "check_descriptors"]
 
 LOGGER = logging.getLogger("trio_smc.rnic")
 
@@ -62,6 +63,9 @@ _RETRY_AFTER: Final = (0.3, 1.0, 5.0)
 """Seconds from a notification to the first repetition, and from each to the next. Chosen: udev
 needs a fraction of a second for a new node, and on a busy host a port needs seconds to become
 active."""
+
+STACK_DESCRIPTORS: Final = 21
+"""Descriptors that a stack with a software RNIC opens, without its listeners and connections."""
 
 _INSTANCES_TRIED: Final = 64
 """Random instance numbers that are tried. Chosen: of 65,536 numbers 64 drawn ones are all taken
@@ -77,6 +81,12 @@ class RnicChange(Enum):
     """An operator drains the RNIC: delete its links orderly, after their connections have moved."""
     LOST = auto()
     """The port went down, or the device failed: the RNIC's links fail."""
+
+
+def check_descriptors() -> None:
+    """Raise OSError (EMFILE) if a stack would leave the program too few free descriptors."""
+    if not leaves_reserve(STACK_DESCRIPTORS):
+        raise OSError(errno.EMFILE, "too few free descriptors; raise the limit (ulimit -n)")
 
 
 @ki_protected
@@ -143,6 +153,8 @@ class StackRnics:
         )
         for rnic in rnics:
             try:
+                if self._automatic and rnic.kind == "software":
+                    check_descriptors()
                 rnic.open(self._directory)
                 self.adopt(rnic)
             except OSError as error:
