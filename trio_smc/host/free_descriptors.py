@@ -12,7 +12,7 @@ from typing import Final
 
 from trio_smc._base.resources import is_lack
 
-if sys.platform != "win32":
+if sys.platform == "linux":
     import resource
 
 __all__ = ["RESERVE", "leaves_reserve"]
