@@ -41,11 +41,12 @@ def test_a_page_that_is_not_there_is_an_error_as_over_tcp() -> None:
     assert all("Bad address" in over_tcp[name] for name in mapped_buffers.SENDS)
 
 
-class Borrowed:
-    """As an array of numpy: its buffer is that of ``base``, or its own."""
+class Circular(mmap.mmap):
+    """Names itself as the owner of its memory."""
 
-    def __init__(self, base: Any) -> None:
-        self.base = base
+    @property
+    def base(self) -> Circular:
+        return self
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ class Borrowed:
         (memoryview(memoryview(b"a")), False),
         (mmap.mmap(-1, 1), True),
         (memoryview(mmap.mmap(-1, 9))[3:], True),
+        (Circular(-1, 1), True),
         (5, False),
         ("a", False),
     ],

@@ -33,6 +33,9 @@ Chosen."""
 _UNMAPPED: Final = (bytes, bytearray, array.array, type(io.BytesIO().getbuffer().obj))
 _BASE: Final = "base"
 """The attribute of an array of numpy: the object whose memory it uses, or None."""
+_LONGEST_CHAIN: Final = 16
+"""Owners that are asked.  Chosen: numpy itself leads to the first owner in two or three steps, but
+an object of the program may name itself, for ever."""
 
 
 def may_fault(buffer: Buffer) -> bool:
@@ -41,16 +44,18 @@ def may_fault(buffer: Buffer) -> bool:
         owner: object = memoryview(buffer).obj
     except TypeError:
         return False  # not a bytes-like object, as the caller will find
-    while not isinstance(owner, _UNMAPPED):
+    for _ in range(_LONGEST_CHAIN):
+        if isinstance(owner, _UNMAPPED):
+            return False
         if isinstance(owner, memoryview):
             owner = owner.obj
-            continue
-        if not hasattr(owner, _BASE):
+        elif not hasattr(owner, _BASE):
             return True
-        owner = getattr(owner, _BASE)
-        if owner is None:
-            return False
-    return False
+        else:
+            owner = getattr(owner, _BASE)
+            if owner is None:
+                return False
+    return True
 
 
 def copy_of(view: memoryview) -> bytes:
