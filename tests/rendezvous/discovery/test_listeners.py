@@ -232,3 +232,29 @@ async def test_the_server_that_has_the_connection_answers_after_the_first_checks
         await client.send(b"C")
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
+
+
+def test_names_of_killed_listeners_are_removed_by_later_ones(private: Path) -> None:
+    """Nobody else would: the system chooses other ports for the next listeners."""
+    ports = range(1000, 1012)
+    child = os.fork()
+    if not child:
+        for port in ports:
+            directory.NewSocket(private, listener_on(port))
+        os._exit(0)
+    os.waitpid(child, 0)
+    living = directory.NewSocket(private, listener_on(2000))
+    left = len(list(private.rglob("4-*-1???")))
+    assert len(ports) - left > 1, "fewer names than listeners have to come"
+    for port in range(2001, 2001 + len(ports)):
+        made = directory.NewSocket(private, listener_on(port))
+        made.remove()
+        made.socket.close()
+    assert [path.name for path in private.rglob("4-*")] == [listener_on(2000)]
+    assert living.is_there()
+    living.remove()
+    living.socket.close()
+
+
+def listener_on(port: int) -> str:
+    return directory.listener_name("127.0.0.1", port, dual_stack=False)
