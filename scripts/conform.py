@@ -15,19 +15,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from scripts.conform_findings import findings
 
-__all__ = ["DIFFERS", "Run", "Setup", "judge", "setups"]
+__all__ = ["DIFFERS", "Run", "Setup", "judge", "setups", "target"]
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "build" / "conform"
@@ -41,6 +42,8 @@ AT_A_TIME = 2
 """Runs of the suite side by side: most of the time they wait for time-outs."""
 COMMON = ("--timers", "8", "--provides", "one-rnic", "--provides", "parallel")
 UEID = "SMC-CONFORM.TEST"
+_TIME_TO_END = 10.0
+"""Seconds for an implementation that is interrupted; one with a fault may hang."""
 DIFFERS = frozenset(name for name, each in findings().items() if each.ours)
 """Checks in which trio_smc differs, for a reason in conform_findings.toml."""
 OF_VERSION_2 = ("version2/*", "clc/*", "contact/*", "llc/*", "failover/*", "isolation/*")
@@ -160,9 +163,9 @@ def judge(setup: Setup, *more: str, tree: Path = ROOT, reports: Path | None = No
 
 
 def _server(tree: Path, variables: Mapping[str, str], options: Sequence[str]) -> tuple[int, str]:
-    with _target(tree, variables, "server", "0") as target:
-        assert target.stdout is not None
-        port, daytime, discard = target.stdout.readline().split()
+    with target("server", "0", variables=variables, tree=tree) as server:
+        assert server.stdout is not None
+        port, daytime, discard = server.stdout.readline().split()
         services = ("--daytime", daytime, "--discard", discard)
         command = _suite("connect", "127.0.0.1", port, *services, *options)
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
@@ -175,7 +178,8 @@ def _client(tree: Path, variables: Mapping[str, str], options: Sequence[str]) ->
     with suite:
         assert suite.stdout is not None
         port = suite.stdout.readline().split()[-1]
-        with _target(tree, variables, "client", "127.0.0.1", port, str(LANES)):
+        arguments = ("client", "127.0.0.1", port, str(LANES))
+        with target(*arguments, variables=variables, tree=tree):
             output = suite.stdout.read()
     return suite.returncode, output
 
@@ -185,9 +189,15 @@ def _suite(*arguments: str) -> list[str]:
 
 
 @contextmanager
-def _target(
-    tree: Path, variables: Mapping[str, str], *arguments: str
+def target(
+    *arguments: str, variables: Mapping[str, str], tree: Path = ROOT
 ) -> Iterator[subprocess.Popen[str]]:
+    """Run the implementation under test, with its output in a pipe.
+
+    Args:
+      arguments, variables: those of `examples/conform_target.py`.
+      tree: with the trio_smc to judge.
+    """
     # The suite's own RNIC for version 2 is not part of a tree with a fault.
     path = {"PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
     process = subprocess.Popen(
@@ -199,6 +209,9 @@ def _target(
         try:
             yield process
         finally:
+            process.send_signal(signal.SIGINT)  # so that it removes its RNIC from the directory
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TIME_TO_END)
             process.kill()
 
 

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from smc_conform.device import Device, open_rnic
 from smc_conform.roles import Role
 from smc_conform.verdicts import Inconclusive
 from trio_smc.host.private_directory import default_directories
+from trio_smc.host.tcp import peer_end, unread_bytes
 
 __all__ = ["Options", "Session", "open_session", "reason"]
 
@@ -194,7 +194,6 @@ class Session:
           Inconclusive: there is none.
         """
         options = self.options
-        opens = self.arrivals is None
         try:
             with trio.fail_after(options.patience):
                 if self.arrivals is None:
@@ -206,7 +205,7 @@ class Session:
             self.refused = False
             raise Inconclusive(self.unreached) from None
         except OSError as error:
-            what = "open" if opens else "accept"
+            what = "open" if self.arrivals is None else "accept"
             text = f"the suite could not {what} a TCP connection: {reason(error)}"
             if not port:
                 self.unreached, self.refused = text, True
@@ -251,21 +250,10 @@ class Session:
                 text = self.unreached
                 with contextlib.suppress(Inconclusive):
                     stream = await self.tcp()
-                    if _has_ended(stream):  # a client that has gone leaves such connections
-                        self.doubt(text)
+                    if peer_end(stream.socket) != "none" and not unread_bytes(stream.socket):
+                        self.doubt(text)  # a client that has gone leaves such connections
                     stream.socket.close()
         return ""
-
-
-def _has_ended(stream: trio.SocketStream) -> bool:
-    """True if the peer has ended its direction, and has sent nothing."""
-    with socket.socket(fileno=os.dup(stream.socket.fileno())) as same:
-        try:
-            return not same.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
 
 def reason(error: BaseException) -> str:
@@ -297,6 +285,8 @@ async def open_session(options: Options) -> AsyncIterator[Session]:
             for device in devices:
                 nursery.start_soon(device.run)
             session = Session(options, devices, nursery)
+            # Only when the nursery has ended: until then a client may connect.
+            opened.callback(session.close_arrivals)
             nursery.start_soon(session.watch_itself)
             if options.role is Role.CLIENT:
                 send, session.arrivals = trio.open_memory_channel[_Arrival](1024)
@@ -308,7 +298,6 @@ async def open_session(options: Options) -> AsyncIterator[Session]:
                     nursery.start_soon(_accept, session, listener, send)
             yield session
             nursery.cancel_scope.cancel()
-            session.close_arrivals()
 
 
 async def _accept(
@@ -318,4 +307,8 @@ async def _accept(
         while True:
             stream = await listener.accept()
             session.arrived += 1
-            await send.send((trio.current_time(), stream))
+            try:
+                await send.send((trio.current_time(), stream))
+            except BaseException:
+                stream.socket.close()
+                raise

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
 
+from scripts import conform
 from smc_conform.first_contact import NoContact, first_contact
 from smc_conform.roles import Role
 from smc_conform.session import Options, Session, open_session
@@ -39,20 +37,8 @@ async def session_with(service: Service, directory: Path) -> AsyncIterator[Sessi
             nursery.cancel_scope.cancel()
 
 
-@contextmanager
-def target(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process with trio_smc as implementation."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "examples.conform_target", *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL,
-        env={**os.environ, "CONFORM_DIRECTORY": str(directory)},
-    )  # fmt: skip
-    with process:
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGINT)  # so that it removes its RNIC from the directory
-            process.wait(PATIENCE)
+def target(directory: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return conform.target(*arguments, variables={"CONFORM_DIRECTORY": str(directory)})
 
 
 async def echo(stream: trio.SocketStream) -> None:

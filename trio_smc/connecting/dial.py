@@ -369,7 +369,7 @@ async def connect_attempt(
             attempt.announcement = stack.tcp_option.offer(attempt.sock)
             attempt.offers = attempt.announcement is None
         if await _connected(stack, attempt, address):
-            _check_source(attempt)
+            _withdraw_if_elsewhere(attempt)
             return
         if (
             bound
@@ -441,7 +441,7 @@ async def _connect_announced(
                 return await _connect_bound(stack, attempt, address, source, config)
             if not announced.is_too_late() and await _connected(stack, attempt, address):
                 opened = True
-                _check_source(attempt, port)
+                _withdraw_if_elsewhere(attempt, port)
                 return True
             attempt.refrain()
         if attempt.announcement is None:
@@ -454,7 +454,7 @@ async def _connect_announced(
                 _set_option(sock, wanted)
 
 
-def _check_source(attempt: Attempt, port: int | None = None) -> None:
+def _withdraw_if_elsewhere(attempt: Attempt, port: int | None = None) -> None:
     """Withdraw the announcement if the kernel has chosen another address or port than this one.
 
     The system's range of ports or its routes have just changed, or options of the program's socket

@@ -276,6 +276,10 @@ class AdaptiveSpin:
         if self._fruitless_yields >= _MAX_FRUITLESS_YIELDS:
             self._yield_backoff = _YIELD_BACKOFF
 
+    def rounds(self) -> range:
+        """The most rounds of a spin, which ends it if all clocks are stopped."""
+        return range(self.ns // _LEAST_ROUND_NS + 1)
+
     def spin(self, probes: Iterable[Probe], end: int) -> Probe | None:
         """Call the probes round and round; returns the first that succeeds.
 
@@ -285,7 +289,7 @@ class AdaptiveSpin:
           end: the time of `time.perf_counter_ns` at which the spin fails and returns None.
         """
         now = time.perf_counter_ns
-        for _ in range(self.ns // _LEAST_ROUND_NS + 1):
+        for _ in self.rounds():
             for probe in probes:
                 if probe():
                     self.spin_succeeded()
@@ -431,7 +435,7 @@ class AcceptSpin:
         self._busy = True
         end = time.perf_counter_ns() + spin.ns
         try:
-            for _ in range(spin.ns // _LEAST_ROUND_NS + 1):
+            for _ in spin.rounds():
                 if ready():
                     spin.spin_succeeded()
                     return

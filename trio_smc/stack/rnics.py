@@ -64,7 +64,7 @@ _RETRY_AFTER: Final = (0.3, 1.0, 5.0)
 needs a fraction of a second for a new node, and on a busy host a port needs seconds to become
 active."""
 
-STACK_DESCRIPTORS: Final = 21
+_DESCRIPTORS: Final = 21
 """Descriptors that a stack with a software RNIC opens, without its listeners and connections."""
 
 _INSTANCES_TRIED: Final = 64
@@ -85,7 +85,7 @@ class RnicChange(Enum):
 
 def check_descriptors() -> None:
     """Raise OSError (EMFILE) if a stack would leave the program too few free descriptors."""
-    if not leaves_reserve(STACK_DESCRIPTORS):
+    if not leaves_reserve(_DESCRIPTORS):
         raise OSError(errno.EMFILE, "too few free descriptors; raise the limit (ulimit -n)")
 
 

@@ -62,8 +62,8 @@ TOP = "tcp"
 _ATTEMPTS = 20
 _TICKS_NS = 100_000_000
 _MOST_CLEANED = 4
-"""Listeners of ended processes whose names a new listener looks for.  Chosen: more than one, so that
-the names become fewer; each look takes about 0.1 ms."""
+"""Listeners at which a new one looks whether their processes have ended.  Chosen: more than one, so
+that the names of ended ones become fewer; each look takes about 0.1 ms."""
 _MOST_NAMESPACES = 64  # network namespaces that share a directory
 
 
