@@ -235,7 +235,7 @@ async def test_the_server_that_has_the_connection_answers_after_the_first_checks
 
 
 def test_names_of_killed_listeners_are_removed_by_later_ones(private: Path) -> None:
-    """Nobody else would: the system chooses other ports for the next listeners."""
+    """The system chooses other ports for the next listeners, so they have other names."""
     ports = range(1000, 1012)
     child = os.fork()
     if not child:
