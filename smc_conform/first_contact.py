@@ -3,11 +3,16 @@
 Without SMC-R at the other end, each check would wait for its patience and find nothing out.  The
 first contact ends the run only if no judgement is possible: there is no CLC message, or no message
 over the link.  Everything else is for the checks.
+
+Then follows a contact with each further service that the options name.  A service of another kind
+would get the implementation the blame: an echo service, for example, breaks each rule for a side
+that only reads.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeAlias
 
 import trio
 
@@ -33,6 +38,12 @@ _PLAIN: Final = (
 )
 
 
+_LINE: Final = b"a line\r\n"
+_ANSWER: Final = 0.3
+"""Seconds in which an echo service would have answered."""
+_Contact: TypeAlias = Callable[[Peer, Handshake], Awaitable[str]]
+
+
 class NoContact(Exception):
     """No implementation of SMC-R can be reached; the text says what to check."""
 
@@ -52,22 +63,30 @@ async def first_contact(session: Session) -> None:
                 f"no client has connected to port {session.port} within {FIRST_CLIENT:g} s; "
                 "check the address and the port that it connects to"
             )
-    begin = trio.current_time()
-    problem = await _try(session)
-    if problem and trio.current_time() - begin < session.patience / 4:
-        problem = await _try(session)
-    if problem:
-        raise NoContact(f"{problem} (--no-first-contact runs the checks nevertheless)")
+    options = session.options
+    for contact, port, name in (
+        (_contact, 0, ""),
+        (_discard, options.discard, f"--discard {options.discard}: "),
+        (_daytime, options.daytime, f"--daytime {options.daytime}: "),
+    ):
+        if not port and name:
+            continue
+        begin = trio.current_time()
+        problem = await _try(session, contact, port)
+        if problem and trio.current_time() - begin < session.patience / 4:
+            problem = await _try(session, contact, port)
+        if problem:
+            raise NoContact(f"{name}{problem} (--no-first-contact runs the checks nevertheless)")
 
 
-async def _try(session: Session) -> str:
+async def _try(session: Session, contact: _Contact, port: int) -> str:
     """Make a contact; returns what is wrong, or an empty string."""
     async with trio.open_nursery() as nursery:
         peer = Peer(session, nursery)
         problem = ""
         try:
             with trio.move_on_after(2 * session.patience):
-                problem = await _contact(peer, await peer.start())
+                problem = await contact(peer, await peer.start(port=port))
         except Inconclusive as error:
             problem = str(error)
         finally:
@@ -134,6 +153,45 @@ async def _link(peer: Peer, handshake: Handshake) -> str:
             return ""
         return f"{_name(peer)} speaks SMC-R, but no link comes up: {error}. {_network(peer)}"
     return ""
+
+
+async def _discard(peer: Peer, handshake: Handshake) -> str:
+    """Send a line to the discard service, which must not send any."""
+    try:
+        connection = await handshake.advance()
+        connection.write(_LINE)
+        await peer.ping(connection.link)
+    except Silence as silence:
+        return _unanswered(silence)
+    except (Failed, RnicError):
+        return ""  # for the checks
+    await peer.quiet(_ANSWER)
+    if connection.peer_produced:
+        return "the service sends data, which a discard service (RFC 863) never does."
+    if connection.has("closed") or connection.has("aborted"):
+        return "the service ends the connection, which a discard service (RFC 863) never does."
+    return ""
+
+
+async def _daytime(peer: Peer, handshake: Handshake) -> str:
+    """Wait for the line of the daytime service, and its end."""
+    try:
+        connection = await handshake.advance()
+    except Silence as silence:
+        return _unanswered(silence)
+    except (Failed, RnicError):
+        return ""  # for the checks
+    try:
+        await peer.until(lambda: connection.peer_produced > 0, "a line", connection)
+        await connection.expect_flag("closed")
+    except (Failed, Silence):
+        done = "does not end the connection" if connection.peer_produced else "sends nothing"
+        return f"the service {done}; a daytime service (RFC 867) sends a line, and ends it."
+    return ""
+
+
+def _unanswered(silence: Silence) -> str:
+    return f"the service cannot be used over SMC-R as the echo service can: {silence}."
 
 
 def _network(peer: Peer) -> str:

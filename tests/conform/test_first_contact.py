@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -155,3 +157,43 @@ async def test_a_closed_port_is_named_by_the_right_word(tmp_path: Path) -> None:
         with pytest.raises(Inconclusive, match=r"could not open a TCP connection: .*refused"):
             await session.tcp()
         assert "refused" in await session.gone()
+
+
+@pytest.mark.parametrize("option", ["daytime", "discard"])
+@pytest.mark.parametrize(
+    ("service", "text"),
+    [
+        ("echo", {"daytime": "sends nothing; a daytime service", "discard": "sends data"}),
+        ("daytime", {"daytime": "", "discard": "sends data"}),
+        ("discard", {"daytime": "sends nothing; a daytime service", "discard": ""}),
+        ("closed", {"daytime": "refused", "discard": "refused"}),
+        ("plain TCP", {"daytime": "over SMC-R", "discard": "over SMC-R"}),
+    ],
+)
+async def test_a_service_of_another_kind_is_named(
+    option: str, service: str, text: dict[str, str], tmp_path: Path
+) -> None:
+    os.chmod(tmp_path, 0o700)
+    with trio.fail_after(PATIENCE), target(tmp_path, "server") as process:
+        assert process.stdout is not None
+        line = await trio.to_thread.run_sync(process.stdout.readline)
+        ports = dict(zip(("echo", "daytime", "discard"), map(int, line.split()), strict=True))
+        with socket.socket() as closed, socket.socket() as plain:
+            for each in (closed, plain):
+                each.bind(("127.0.0.1", 0))
+            plain.listen()
+            ports |= {"closed": closed.getsockname()[1], "plain TCP": plain.getsockname()[1]}
+            options = replace(
+                OPTIONS, port=ports["echo"], directory=tmp_path,
+                daytime=ports[service] if option == "daytime" else 0,
+                discard=ports[service] if option == "discard" else 0,
+            )  # fmt: skip
+            problem = ""
+            async with open_session(options) as session:
+                try:
+                    await first_contact(session)
+                except NoContact as error:
+                    problem = str(error)
+    assert text[option] in problem
+    assert problem.startswith(f"--{option} {ports[service]}: " if text[option] else "")
+    assert bool(problem) == bool(text[option])
