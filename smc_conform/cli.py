@@ -259,7 +259,7 @@ async def _run(
         if contact:
             await first_contact(session)
         runner = Runner(session)
-        await runner.run_all(checks, report)
+        await runner.run_all(checks, report, progress.postponed)
     if runner.gone:
         judged.suspects = runner.suspects
         judged.ended = (
@@ -290,4 +290,4 @@ def _write(given: argparse.Namespace, run: Document) -> None:
     if given.junit is not None:
         given.junit.write_text(junit(run))
     if given.html is not None:
-        given.html.write_text(page(run))
+        given.html.write_text(page(run, given.html.parent))

@@ -152,7 +152,10 @@ class Runner:
         return detail
 
     async def run_all(
-        self, checks: Iterable[Check], report: Callable[[Check, Result], None]
+        self,
+        checks: Iterable[Check],
+        report: Callable[[Check, Result], None],
+        postponed: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Run the checks in a random order, as many at a time as the options allow.
 
@@ -160,8 +163,11 @@ class Runner:
         their first results are reported.  If the implementation is gone, `gone` has the reason, and
         the checks that ran at that moment are inconclusive: any of them may be the cause.  A single
         one keeps its verdict.
+
+        report: called with each check and its final result.
+        postponed: called with the number of inconclusive checks that will run again.
         """
-        course = _Course(self, report, self._options)
+        course = _Course(self, report, postponed, self._options)
         try:
             await course.run(checks)
         finally:
@@ -178,10 +184,15 @@ class _Course:
     """The checks of a run: those that wait, that run, and that were inconclusive."""
 
     def __init__(
-        self, runner: Runner, report: Callable[[Check, Result], None], options: Options
+        self,
+        runner: Runner,
+        report: Callable[[Check, Result], None],
+        postponed: Callable[[int], None],
+        options: Options,
     ) -> None:
         self._runner = runner
         self._report = report
+        self._postponed = postponed
         self._options = options
         self._waiting: list[Check] = []
         self._running: list[Check] = []
@@ -204,6 +215,7 @@ class _Course:
             check, _ = self._again[0]
             result = await self._run(check)
             del self._again[0]
+            self._postponed(len(self._again))
             if result is not None:
                 self._report(check, result)
 
@@ -225,6 +237,7 @@ class _Course:
                 pass
             elif result.verdict is Verdict.INCONCLUSIVE:
                 self._again.append((check, result))
+                self._postponed(len(self._again))
             else:
                 self._report(check, result)
                 self._failures += result.verdict is Verdict.FAIL

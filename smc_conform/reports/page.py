@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from html import escape
+from pathlib import Path
+from urllib.parse import quote
 
 from smc_conform.reports.document import Document, counts, place, with_verdict
 from smc_conform.verdicts import Verdict
@@ -31,8 +34,11 @@ summary { cursor: pointer; }
 """
 
 
-def page(run: Document) -> str:
-    """The report as HTML."""
+def page(run: Document, directory: Path = Path()) -> str:
+    """The report as HTML.
+
+    directory: the page's own, for links to captures (`document.with_captures`).
+    """
     numbers = ", ".join(f"{count} {verdict}" for verdict, count in counts(run).items() if count)
     title = f"smc-conform: {run['target']} as {run['role']}"
     options = run["options"]
@@ -54,6 +60,12 @@ def page(run: Document) -> str:
         if each["ladder"]:
             ladder = escape("\n".join(each["ladder"]))
             text += f"<details><summary>ladder</summary><pre>{ladder}</pre></details>"
+        if each["messages"]:
+            messages = escape("\n".join(each["messages"]))
+            text += f"<details><summary>bytes</summary><pre>{messages}</pre></details>"
+        if "file" in each:
+            link = quote(os.path.relpath(each["file"], directory))
+            text += f'<p><a href="{link}">capture</a></p>'
         rows.append(
             f'<tr id="{escape(each["id"])}"><td>{escape(name)}</td>'
             f'<td class="verdict {verdict.split()[0]}">{escape(verdict)}</td><td>{text}</td></tr>'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TextIO
+from typing import Final, TextIO
 
 from smc_conform.registry import Check
 from smc_conform.reports.document import Document, place, with_verdict
@@ -12,8 +12,13 @@ from smc_conform.verdicts import Result, Verdict
 __all__ = ["Progress", "summary"]
 
 
+_STEPS: Final = 10
+
+
 class Progress:
-    """Writes each check that has not passed, and on a terminal a line with the count.
+    """Writes each check that has not passed, and how many have run.
+
+    A terminal has the count in its last line.  Other output has a line for each tenth of the run.
 
     Args:
       total: the number of checks.
@@ -24,6 +29,7 @@ class Progress:
         self._out = out
         self._total = total
         self._done = 0
+        self._postponed = 0
         self._verbose = verbose
         self._live = out.isatty()
 
@@ -38,12 +44,28 @@ class Progress:
             if result.detail:
                 self._line(f"    {result.detail}")
         if self._live:
-            self._out.write(f"{self._done} of {self._total}")
-            self._out.flush()
+            self._show()
+        elif self._done * _STEPS // self._total > (self._done - 1) * _STEPS // self._total:
+            self._line(self._count())
+
+    def postponed(self, count: int) -> None:
+        """Note the number of inconclusive checks that will run again."""
+        self._postponed = count
+        if self._live:
+            self._clear()
+            self._show()
 
     def end(self) -> None:
         """Remove the count."""
         self._clear()
+
+    def _count(self) -> str:
+        later = f", {self._postponed} inconclusive so far" if self._postponed else ""
+        return f"{self._done} of {self._total}{later}"
+
+    def _show(self) -> None:
+        self._out.write(self._count())
+        self._out.flush()
 
     def _clear(self) -> None:
         if self._live:

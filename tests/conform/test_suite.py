@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -16,10 +19,17 @@ from smc_conform.catalogue import all_checks
 from smc_conform.cli import main
 from smc_conform.peer import Peer, Phase
 from smc_conform.registry import NEEDS, Check
-from smc_conform.reports.document import Document, changes, counts, document, read_document
+from smc_conform.reports.document import (
+    Document,
+    changes,
+    counts,
+    document,
+    read_document,
+    with_captures,
+)
 from smc_conform.reports.junit import junit
 from smc_conform.reports.page import page
-from smc_conform.reports.terminal import summary
+from smc_conform.reports.terminal import Progress, summary
 from smc_conform.roles import Role
 from smc_conform.runner import Runner
 from smc_conform.session import Options, open_session
@@ -254,6 +264,30 @@ def test_the_page_begins_with_the_failures() -> None:
         assert f'href="#{name}"' in top
         assert f'id="{name}"' in table
     assert "initial-scale=1" in top
+
+
+def test_the_page_has_the_bytes_and_leads_to_the_captures(tmp_path: Path) -> None:
+    run = with_captures(run_of(Verdict.FAIL), tmp_path / "kept # 1")
+    html = page(run, tmp_path / "pages")
+    assert "<pre>-&gt; 00</pre>" in html
+    [link] = re.findall(r'<a href="([^"#]+)">capture</a>', html)
+    assert (tmp_path / "pages" / unquote(link)).resolve().read_bytes() == b"x"
+    assert "capture</a>" not in page(run_of(Verdict.FAIL))
+
+
+def test_the_count_of_a_run() -> None:
+    """Other output than a terminal has a line for each tenth; inconclusive checks run again."""
+    check = Check("a/1-1", "It works.", frozenset(Role), frozenset(), passes)
+    passed, out = Result(check.id, Verdict.PASS), io.StringIO()
+    progress = Progress(out, 20)
+    for done in range(20):
+        progress.postponed(done % 4)
+        progress.note(check, passed)
+    progress.end()
+    first, second, *others = out.getvalue().splitlines()
+    assert first == "2 of 20, 1 inconclusive so far"
+    assert second == "4 of 20, 3 inconclusive so far"
+    assert len(others) == 8
 
 
 def test_changes_between_two_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
