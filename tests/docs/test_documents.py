@@ -82,8 +82,14 @@ async def test_the_echo_examples_talk() -> None:
     assert client.stdout == b"hello over smc-r - no fallback\n"
 
 
-def test_the_demo_moves_a_file_over_smc_r() -> None:
-    output = run("-m", "examples.demo", "--mib", "9", "--rounds", "1")
+@pytest.fixture(scope="module")
+def demonstration() -> str:
+    """What the demo prints."""
+    return run("-m", "examples.demo", "--mib", "9", "--rounds", "1")
+
+
+def test_the_demo_moves_a_file_over_smc_r(demonstration: str) -> None:
+    output = demonstration
     assert "mode        smc-r\n" in output
     build = "compiled" if trio_smc.__compiled__ else "pure"
     assert f"build       {build}\n" in output
@@ -99,11 +105,11 @@ def test_the_demo_moves_a_file_over_smc_r() -> None:
     assert all(ratio > 0 for ratio in ratios)
 
 
-def test_the_demo_first_compares_with_the_promise_of_the_readme() -> None:
+def test_the_demo_first_compares_with_the_promise_of_the_readme(demonstration: str) -> None:
     """The same programs as in README's table, with their names and in their setting."""
     from examples import demo
 
-    output = run("-m", "examples.demo", "--mib", "9", "--rounds", "1").splitlines()
+    output = demonstration.splitlines()
     first, *lines = output[: output.index("file        9 MiB, pseudo-random")]
     setting = "of README, under trio-smc run, not pinned: times as fast as over TCP"
     assert first == f"programs    {setting}"
@@ -176,11 +182,11 @@ with demo.steps(4) as done:
         assert text is None
 
 
-@pytest.mark.parametrize("line", ["here  ", "moved  "])
-def test_ctrl_c_ends_the_demo_without_a_traceback(line: str) -> None:
+@pytest.mark.parametrize(("line", "rounds"), [("here  ", "9"), ("moved  ", "2")])
+def test_ctrl_c_ends_the_demo_without_a_traceback(line: str, rounds: str) -> None:
     """While the programs run, and while the file is moved; its processes end, too."""
     with subprocess.Popen(
-        [sys.executable, "-m", "examples.demo", "--mib", "64", "--rounds", "9"], cwd=ROOT,
+        [sys.executable, "-m", "examples.demo", "--mib", "64", "--rounds", rounds], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
