@@ -20,6 +20,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from trio_smc.host.overcommit import check_file_size
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -67,7 +69,7 @@ def copy_of(view: memoryview) -> bytes:
     Raises:
       OSError: EFAULT: the first page is not there.
     """
-    return _through_file(lambda file: _copied_out(file, view), view.tobytes)
+    return _through_file(lambda file: _copied_out(file, view), view.tobytes, view.nbytes)
 
 
 def copies_of(view: memoryview) -> Iterator[bytes]:
@@ -93,7 +95,7 @@ def store(data: bytes, view: memoryview) -> None:
     def directly() -> None:
         view.cast("B")[: len(data)] = data
 
-    _through_file(lambda file: _copied_in(file, data, view), directly)
+    _through_file(lambda file: _copied_in(file, data, view), directly, len(data))
 
 
 def _copied_out(file: int, view: memoryview) -> bytes:
@@ -110,9 +112,12 @@ def _copied_in(file: int, data: bytes, view: memoryview) -> None:
                 count += os.preadv(file, [rest], count)
 
 
-def _through_file(through: Callable[[int], _Result], directly: Callable[[], _Result]) -> _Result:
-    """Have the system copy; if it has no file or no memory for that, copy ``directly``."""
+def _through_file(
+    through: Callable[[int], _Result], directly: Callable[[], _Result], size: int
+) -> _Result:
+    """Have the system copy; if it has no file of that size or no memory, copy ``directly``."""
     try:
+        check_file_size(size)
         file = os.memfd_create("trio-smc-copy", os.MFD_CLOEXEC)
     except OSError:
         return directly()

@@ -1,21 +1,28 @@
-"""Memory that the system may refuse: pages of shared memory at the first touch, and new threads.
+"""Memory that the system may refuse: pages and sizes of memfds, and new threads.
 
 If ``vm.overcommit_memory`` is 2, Linux counts each page of a memfd against the commit limit when
 the page is allocated (proc_sys_vm(5), mm/shmem.c).  If a load or a store allocates the page, there
 is no call that could fail, so at the limit the process gets SIGBUS.  A page that `posix_fallocate`
 has allocated before is not refused, until it is given back.  In the modes 0 and 1 a page of a memfd
 is never refused: the kernel reclaims memory, or the OOM killer ends a process.
+
+A memfd is a file, so RLIMIT_FSIZE limits its size.  Beyond the limit the kernel sends SIGXFSZ.
+Python ignores that signal.  If the program has restored the default action, it ends the process.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
 import time
 from typing import Final
 
-__all__ = ["MODE", "can_start_thread", "commit_is_limited", "may_refuse_pages"]
+if sys.platform == "linux":
+    import resource
+
+__all__ = ["MODE", "can_start_thread", "check_file_size", "commit_is_limited", "may_refuse_pages"]
 
 MODE: Final = "/proc/sys/vm/overcommit_memory"
 _STRICT: Final = b"2"
@@ -24,6 +31,14 @@ _KNOWN: Final = 0.1
 _THREAD_MEMORY: Final = 16 << 20
 """Bytes that a new thread may need: a stack of 8 MiB (the usual RLIMIT_STACK), and Python objects.
 The other 8 MiB are chosen."""
+
+
+def check_file_size(size: int) -> None:
+    """Raise OSError (EFBIG) if this process may not have a file of this size in bytes."""
+    if sys.platform == "linux":
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit != resource.RLIM_INFINITY and size > limit:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
 
 def commit_is_limited() -> bool:

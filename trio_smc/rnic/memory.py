@@ -35,7 +35,7 @@ from collections.abc import Callable
 
 from trio_smc._base.errors import ProtocolError
 from trio_smc._base.resources import is_lack
-from trio_smc.host.overcommit import may_refuse_pages
+from trio_smc.host.overcommit import check_file_size, may_refuse_pages
 from trio_smc.rnic.words import Words, shared_words
 
 __all__ = [
@@ -162,6 +162,7 @@ class Memory:
         self.size = size
         self.has_progress = progress
         self.mapped: int = _mapped_size(size, progress=progress)
+        check_file_size(self.mapped)
         self.fd: int = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.mapped)
