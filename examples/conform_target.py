@@ -1,12 +1,12 @@
 """An implementation for `smc-conform` to test: an echo service, or a client that echoes.
 
     python examples/conform_target.py server [PORT [DAYTIME DISCARD]]
-    python examples/conform_target.py client HOST PORT [LANES]
+    python examples/conform_target.py client HOST PORT [LANES [DISCARD]]
 
 The server has an echo service (RFC 862), and on other ports a daytime service (RFC 867) and a
 discard service (RFC 863), on free ports unless they are given. It prints the three ports. The
 client keeps LANES connections open: it opens each one, echoes what arrives until the peer ends the
-stream, and opens the next.
+stream, and opens the next. With DISCARD it keeps as many open to that port, on which it only reads.
 
 `discovery="assume"`: the suite is no peer that same-host discovery could find. The smallest ring
 makes cursors wrap after 16 KiB, and short timers keep the time-out checks short.
@@ -23,8 +23,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import trio
 
@@ -69,6 +70,9 @@ PIECE = 512
 window grows in small steps (RFC 7609, 4.5.1)."""
 
 
+Service: TypeAlias = Callable[[trio_smc.SmcStream], Awaitable[None]]
+
+
 async def echo(stream: trio_smc.SmcStream) -> None:
     """Send back what arrives, until the end of the stream."""
     # Many checks end the connection by a reset.
@@ -102,8 +106,8 @@ async def serve(*ports_of_services: int) -> None:
         print(*ports, flush=True)
 
 
-async def connect(host: str, port: int) -> None:
-    """Keep one connection open after the other."""
+async def connect(service: Service, host: str, port: int) -> None:
+    """Keep one connection open after the other, and use it as a server of this service does."""
     while True:
         try:
             stream = await trio_smc.open_stream(host, port)
@@ -111,7 +115,7 @@ async def connect(host: str, port: int) -> None:
             await trio.sleep(0.05)
             continue
         async with stream:
-            await echo(stream)
+            await service(stream)
 
 
 async def main(role: str, *arguments: str) -> None:
@@ -120,10 +124,14 @@ async def main(role: str, *arguments: str) -> None:
         if role == "server":
             await serve(*map(int, arguments))
         else:
-            host, port, lanes = arguments[0], int(arguments[1]), int((*arguments, "4")[2])
+            host, port = arguments[0], int(arguments[1])
+            lanes = int(arguments[2]) if len(arguments) > 2 else 4
+            discard_port = int(arguments[3]) if len(arguments) > 3 else 0
             async with trio.open_nursery() as nursery:
                 for _ in range(lanes):
-                    nursery.start_soon(connect, host, port)
+                    nursery.start_soon(connect, echo, host, port)
+                    if discard_port:
+                        nursery.start_soon(connect, discard, host, discard_port)
 
 
 if __name__ == "__main__":

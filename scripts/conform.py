@@ -173,12 +173,12 @@ def _server(tree: Path, variables: Mapping[str, str], options: Sequence[str]) ->
 
 
 def _client(tree: Path, variables: Mapping[str, str], options: Sequence[str]) -> tuple[int, str]:
-    command = _suite("listen", "0", "--host", "127.0.0.1", *options)
+    command = _suite("listen", "0", "--host", "127.0.0.1", "--discard", "0", *options)
     suite = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with suite:
         assert suite.stdout is not None
-        port = suite.stdout.readline().split()[-1]
-        arguments = ("client", "127.0.0.1", port, str(LANES))
+        port, discard = (suite.stdout.readline().split()[-1] for _ in range(2))
+        arguments = ("client", "127.0.0.1", port, str(LANES), discard)
         with target(*arguments, variables=variables, tree=tree):
             output = suite.stdout.read()
     return suite.returncode, output

@@ -36,9 +36,11 @@ def _of_ports(given: argparse.Namespace) -> Iterator[str]:
         yield f"PORT must be from {least} to {_PORTS}, not {given.port}"
     taken = {given.port: "PORT"}
     for name in ("daytime", "discard"):
-        port = getattr(given, name, 0)
-        if not 0 <= port <= _PORTS:
-            yield f"--{name} must be from 1 to {_PORTS}, not {port}"
+        port = getattr(given, name, None)
+        if port is None:
+            continue
+        if not least <= port <= _PORTS:
+            yield f"--{name} must be from {least} to {_PORTS}, not {port}"
         if port and port in taken:
             yield f"--{name} {port} is the same port as {taken[port]}"
         taken[port] = f"--{name}"

@@ -63,16 +63,20 @@ def parser() -> argparse.ArgumentParser:
     connect.add_argument("host", metavar="HOST")
     connect.add_argument("port", metavar="PORT", type=int)
     connect.add_argument(
-        "--daytime", type=int, default=0, metavar="PORT",
+        "--daytime", type=int, metavar="PORT",
         help="the port of the server's daytime service (RFC 867), which closes first",
     )  # fmt: skip
     connect.add_argument(
-        "--discard", type=int, default=0, metavar="PORT",
+        "--discard", type=int, metavar="PORT",
         help="the port of the server's discard service (RFC 863), which only reads",
     )  # fmt: skip
     listen = commands.add_parser("listen", help="judge a client that connects again and again")
     listen.add_argument("port", metavar="PORT", type=int, help="0: a free one")
     listen.add_argument("--host", default="", help="the address to listen on; default: all")
+    listen.add_argument(
+        "--discard", type=int, metavar="PORT",
+        help="a port for connections on which the client only reads; 0: a free one",
+    )  # fmt: skip
     for each in (connect, listen):
         _add_options(each)
     compare = commands.add_parser("compare", help="show what has changed between two reports")
@@ -209,7 +213,7 @@ def _judge(given: argparse.Namespace) -> int:
         directory=given.directory, version=given.version, ueid=given.ueid,
         eye_catcher=given.eye_catchers, patience=given.patience, timers=given.timers,
         jobs=given.jobs, seed=secrets.randbits(32) if given.seed is None else given.seed,
-        daytime=getattr(given, "daytime", 0), discard=getattr(given, "discard", 0),
+        daytime=getattr(given, "daytime", None), discard=given.discard,
         max_failures=given.max_failures,
         provides=frozenset(given.provides or ()),
     )  # fmt: skip
@@ -255,6 +259,8 @@ async def _run(
     async with open_session(options) as session:
         if options.role is Role.CLIENT:
             print(f"waiting for a client on port {session.port}", flush=True)
+            if session.discard:
+                print(f"and for one that only reads, on port {session.discard}", flush=True)
         await _check_target(session)
         if contact:
             await first_contact(session)

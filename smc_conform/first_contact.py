@@ -63,11 +63,11 @@ async def first_contact(session: Session) -> None:
                 f"no client has connected to port {session.port} within {FIRST_CLIENT:g} s; "
                 "check the address and the port that it connects to"
             )
-    options = session.options
+    daytime = session.options.daytime or 0
     for contact, port, name in (
         (_contact, 0, ""),
-        (_discard, options.discard, f"--discard {options.discard}: "),
-        (_daytime, options.daytime, f"--daytime {options.daytime}: "),
+        (_discard, session.discard, f"--discard {session.discard}: "),
+        (_daytime, daytime, f"--daytime {daytime}: "),
     ):
         if not port and name:
             continue

@@ -57,9 +57,9 @@ class Runner:
             found.add("parallel")
         if len(session.devices) > 1:
             found.add("two-rnics")
-        if options.daytime:
+        if options.daytime is not None:
             found.add("daytime")
-        if options.discard:
+        if options.discard is not None:
             found.add("discard")
         return frozenset(found)
 

@@ -60,7 +60,8 @@ class Options:
       timers: seconds of the longest time-out of the implementation.
       jobs: checks at a time.
       seed: of all random choices.
-      daytime, discard: the ports of these services, or 0.
+      daytime, discard: the ports of these services; None: there is none.  A client connects to the
+        suite's `discard` and only reads.
       max_failures: end the run at this many failures; None: run all checks.
       provides: further keys of `registry.NEEDS` that the implementation and the set-up have.
     """
@@ -77,8 +78,8 @@ class Options:
     timers: float = 10.0
     jobs: int = 1
     seed: int = 0
-    daytime: int = 0
-    discard: int = 0
+    daytime: int | None = None
+    discard: int | None = None
     max_failures: int | None = None
     provides: frozenset[str] = frozenset()
 
@@ -89,8 +90,9 @@ class Session:
 
     Attributes:
       devices: the RNICs; the second one is for further links.
-      port: on which the suite listens, if the implementation is a client.
-      arrived: connections that the suite has accepted.
+      port, discard: on which the suite listens, if the implementation is a client; `discard` is for
+        its discard service.
+      arrived: connections that the suite has accepted on `port`.
       unreached: why the last attempt to connect has failed; empty after a success.
       refused: the last attempt was refused, and not just not answered.
     """
@@ -98,11 +100,12 @@ class Session:
     options: Options
     devices: list[Device]
     nursery: trio.Nursery
-    arrivals: trio.MemoryReceiveChannel[_Arrival] | None = None
     port: int = 0
+    discard: int = 0
     arrived: int = 0
     unreached: str = ""
     refused: bool = False
+    _arrivals: dict[int, trio.MemoryReceiveChannel[_Arrival]] = field(default_factory=dict)
     _stalls: list[tuple[float, float]] = field(default_factory=list)
     _instances: Iterator[int] = field(
         default_factory=partial(itertools.count, secrets.randbits(16))
@@ -188,7 +191,7 @@ class Session:
         """The next TCP connection with the implementation.
 
         Args:
-          port: of another service than the echo service.
+          port: of another service than the echo service; 0: the echo service.
 
         Raises:
           Inconclusive: there is none.
@@ -196,22 +199,53 @@ class Session:
         options = self.options
         try:
             with trio.fail_after(options.patience):
-                if self.arrivals is None:
+                if self.role is Role.SERVER:
                     stream = await trio.open_tcp_stream(options.host, port or options.port)
                 else:
-                    stream = await self._next_arrival(self.arrivals)
+                    stream = await self._next_arrival(self._arrivals[port or self.port])
         except trio.TooSlowError:
-            self.unreached = "no TCP connection with the implementation in time"
-            self.refused = False
-            raise Inconclusive(self.unreached) from None
+            text = "no TCP connection with the implementation in time"
+            if not port:
+                self.unreached, self.refused = text, False
+            raise Inconclusive(text) from None
         except OSError as error:
-            what = "open" if self.arrivals is None else "accept"
+            what = "open" if self.role is Role.SERVER else "accept"
             text = f"the suite could not {what} a TCP connection: {reason(error)}"
             if not port:
                 self.unreached, self.refused = text, True
             raise Inconclusive(text) from error
-        self.unreached = ""
+        if not port:
+            self.unreached = ""
         return stream
+
+    async def listen(self, port: int) -> int:
+        """Accept the connections of a client that come to this port; returns the port.
+
+        Args:
+          port: 0: a free one.
+
+        Raises:
+          OSError: the port cannot be used.
+        """
+        listeners = await trio.open_tcp_listeners(port, host=self.options.host or None)
+        port = listeners[0].socket.getsockname()[1]
+        send, self._arrivals[port] = trio.open_memory_channel[_Arrival](1024)
+        for listener in listeners:
+            self.nursery.start_soon(self._accept, port, listener, send)
+        return port
+
+    async def _accept(
+        self, port: int, listener: trio.SocketListener, send: trio.MemorySendChannel[_Arrival]
+    ) -> None:
+        async with listener:
+            while True:
+                stream = await listener.accept()
+                self.arrived += port == self.port
+                try:
+                    await send.send((trio.current_time(), stream))
+                except BaseException:
+                    stream.socket.close()
+                    raise
 
     async def _next_arrival(
         self, arrivals: trio.MemoryReceiveChannel[_Arrival]
@@ -228,10 +262,10 @@ class Session:
 
     def close_arrivals(self) -> None:
         """Close the accepted connections that no check has taken."""
-        if self.arrivals is not None:
+        for arrivals in self._arrivals.values():
             with contextlib.suppress(trio.WouldBlock):
                 while True:
-                    _, stream = self.arrivals.receive_nowait()
+                    _, stream = arrivals.receive_nowait()
                     stream.socket.close()
 
     async def gone(self) -> str:
@@ -289,26 +323,10 @@ async def open_session(options: Options) -> AsyncIterator[Session]:
             opened.callback(session.close_arrivals)
             nursery.start_soon(session.watch_itself)
             if options.role is Role.CLIENT:
-                send, session.arrivals = trio.open_memory_channel[_Arrival](1024)
-                session.port = options.port
-                for listener in await trio.open_tcp_listeners(
-                    options.port, host=options.host or None
-                ):
-                    session.port = listener.socket.getsockname()[1]
-                    nursery.start_soon(_accept, session, listener, send)
+                session.port = await session.listen(options.port)
+                if options.discard is not None:
+                    session.discard = await session.listen(options.discard)
+            elif options.discard is not None:
+                session.discard = options.discard
             yield session
             nursery.cancel_scope.cancel()
-
-
-async def _accept(
-    session: Session, listener: trio.SocketListener, send: trio.MemorySendChannel[_Arrival]
-) -> None:
-    async with listener:
-        while True:
-            stream = await listener.accept()
-            session.arrived += 1
-            try:
-                await send.send((trio.current_time(), stream))
-            except BaseException:
-                stream.socket.close()
-                raise

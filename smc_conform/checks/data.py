@@ -14,7 +14,6 @@ from smc_conform.registry import check
 from smc_conform.roles import Role
 from smc_conform.verdicts import Differs, Failed, Inconclusive, Silence
 
-SERVER = Role.SERVER
 _CODE_OF_128_KIB = 3
 """The size code of an element in SMC Accept and SMC Confirm (A.2.3)."""
 
@@ -421,14 +420,14 @@ async def all_consumed(peer: Peer, connection: Connection) -> None:
 
 async def discarding(peer: Peer) -> Connection:
     """A connection to the discard service: all its messages are window updates."""
-    connection = await peer.connect(port=peer.session.options.discard)
+    connection = await peer.connect(port=peer.session.discard)
     connection.write(b"begin")
     await peer.ping(connection.link)
     return connection
 
 
 @check("4.5.1-5", "Below a tenth of the ring, consumption is not announced alone.",
-       SERVER, needs=DISCARD)  # fmt: skip
+       needs=DISCARD)  # fmt: skip
 async def small_growth_is_not_announced(peer: Peer) -> None:
     connection = await discarding(peer)
     connection.write(bytes(connection.peer_room // 20))
@@ -439,7 +438,7 @@ async def small_growth_is_not_announced(peer: Peer) -> None:
 
 
 @check("4.5.1-6", "While more than half of the ring is free, consumption is not announced alone.",
-       SERVER, needs=DISCARD)  # fmt: skip
+       needs=DISCARD)  # fmt: skip
 async def wide_window_is_not_announced(peer: Peer) -> None:
     connection = await discarding(peer)
     connection.write(bytes(connection.peer_room // 4))
@@ -479,7 +478,7 @@ async def _growths(peer: Peer) -> tuple[list[int], int]:
 
 
 @check("4.5.1-13", "A slow reader does not announce less than a tenth of the ring alone.",
-       SERVER, needs=DISCARD)  # fmt: skip
+       needs=DISCARD)  # fmt: skip
 async def small_growth_of_a_small_window(peer: Peer) -> None:
     growths, room = await _growths(peer)
     if 10 * min(growths) < room:
@@ -487,7 +486,7 @@ async def small_growth_of_a_small_window(peer: Peer) -> None:
 
 
 @check("4.5.1-14", "A slow reader announces a tenth of the ring while the window is below half.",
-       SERVER, needs=DISCARD)  # fmt: skip
+       needs=DISCARD)  # fmt: skip
 async def growth_by_a_tenth(peer: Peer) -> None:
     growths, room = await _growths(peer)
     # The service reads in pieces, and the RFC does not limit them.
@@ -498,7 +497,7 @@ async def growth_by_a_tenth(peer: Peer) -> None:
         )
 
 
-@check("4.5.1-7", "A window below half that would grow by a tenth is announced.", SERVER,
+@check("4.5.1-7", "A window below half that would grow by a tenth is announced.",
        needs=DISCARD)  # fmt: skip
 async def small_window_is_announced(peer: Peer) -> None:
     connection = await discarding(peer)
@@ -513,7 +512,7 @@ async def small_window_is_announced(peer: Peer) -> None:
     )  # fmt: skip
 
 
-@check("4.5.1-8", "After the B flag even a small consumption is announced.", SERVER, needs=DISCARD)
+@check("4.5.1-8", "After the B flag even a small consumption is announced.", needs=DISCARD)
 async def update_for_a_blocked_writer(peer: Peer) -> None:
     connection = await discarding(peer)
     for _ in range(3):
@@ -521,7 +520,7 @@ async def update_for_a_blocked_writer(peer: Peer) -> None:
         await all_consumed(peer, connection)
 
 
-@check("4.5.1-9", "A message without B ends the announcements of small consumptions.", SERVER,
+@check("4.5.1-9", "A message without B ends the announcements of small consumptions.",
        needs=DISCARD)  # fmt: skip
 async def no_update_after_b(peer: Peer) -> None:
     connection = await discarding(peer)
@@ -535,7 +534,7 @@ async def no_update_after_b(peer: Peer) -> None:
         raise Failed(f"{connection.last} comes, although B was cleared")
 
 
-@check("4.5.1-10", "After the R flag even a small consumption is announced.", SERVER, needs=DISCARD)
+@check("4.5.1-10", "After the R flag even a small consumption is announced.", needs=DISCARD)
 async def update_requested_from_a_reader(peer: Peer) -> None:
     connection = await discarding(peer)
     for _ in range(3):
@@ -543,7 +542,7 @@ async def update_requested_from_a_reader(peer: Peer) -> None:
         await all_consumed(peer, connection)
 
 
-@check("4.5.1-11", "R without data brings the cursor of what was consumed before.", SERVER,
+@check("4.5.1-11", "R without data brings the cursor of what was consumed before.",
        needs=DISCARD)  # fmt: skip
 async def update_requested_without_data(peer: Peer) -> None:
     connection = await discarding(peer)
@@ -553,7 +552,7 @@ async def update_requested_without_data(peer: Peer) -> None:
     await all_consumed(peer, connection)
 
 
-@check("4.5.1-12", "Many rings of data go to a reader that sends nothing.", SERVER, needs=DISCARD)
+@check("4.5.1-12", "Many rings of data go to a reader that sends nothing.", needs=DISCARD)
 async def many_rings(peer: Peer) -> None:
     connection = await discarding(peer)
     for _ in range(60):

@@ -195,7 +195,7 @@ async def no_answer_to_closed(peer: Peer) -> None:
 
 async def daytime(peer: Peer) -> Connection:
     """A connection to the daytime service, whose line has arrived."""
-    connection = await peer.connect(port=peer.session.options.daytime)
+    connection = await peer.connect(port=peer.session.options.daytime or 0)
     await peer.until(lambda: connection.peer_produced > 10, "the line", connection)
     return connection
 
@@ -233,7 +233,7 @@ async def first_end_and_half_close(peer: Peer) -> None:
 
 @check("4.8.1-20", "Both sides may send C at the same time.", SERVER, needs=("daytime",))
 async def simultaneous_close(peer: Peer) -> None:
-    connection = await peer.connect(port=peer.session.options.daytime)
+    connection = await peer.connect(port=peer.session.options.daytime or 0)
     connection.send_cdc(done=1, closed=1)
     await peer.ended(connection.tcp)
 
