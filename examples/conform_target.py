@@ -6,7 +6,7 @@
 The server has an echo service (RFC 862), and on other ports a daytime service (RFC 867) and a
 discard service (RFC 863), on free ports unless they are given. It prints the three ports. The
 client keeps LANES connections open: it opens each one, echoes what arrives until the peer ends the
-stream, and opens the next. With DISCARD it keeps as many open to that port, on which it only reads.
+stream, and opens the next. With DISCARD it keeps four open to that port, on which it only reads.
 
 `discovery="assume"`: the suite is no peer that same-host discovery could find. The smallest ring
 makes cursors wrap after 16 KiB, and short timers keep the time-out checks short.
@@ -65,6 +65,8 @@ CONFIG = trio_smc.Config(
 )
 
 
+READERS = 4
+"""Connections on which the client only reads."""
 PIECE = 512
 """Bytes that the discard service reads at a time: much less than a tenth of the ring, so that the
 window grows in small steps (RFC 7609, 4.5.1)."""
@@ -130,8 +132,8 @@ async def main(role: str, *arguments: str) -> None:
             async with trio.open_nursery() as nursery:
                 for _ in range(lanes):
                     nursery.start_soon(connect, echo, host, port)
-                    if discard_port:
-                        nursery.start_soon(connect, discard, host, discard_port)
+                for _ in range(READERS if discard_port else 0):
+                    nursery.start_soon(connect, discard, host, discard_port)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The Linux kernel as implementation under test of `smc-conform`: runs in a guest.
 
-``python3 -m tests.lab.conform_target HERE THERE PORT LANES``: an echo service (RFC 862) on port
-7007, a daytime service (RFC 867) on 7013 and a discard service (RFC 863) on 7009 of HERE, and a
-client with LANES connections that echoes what the suite on THERE, PORT, sends.  All are blocking
-sockets of AF_SMC.
+``python3 -m tests.lab.conform_target HERE THERE PORT LANES READ``: an echo service (RFC 862) on
+port 7007, a daytime service (RFC 867) on 7013 and a discard service (RFC 863) on 7009 of HERE, and
+a client of the suite on THERE: with LANES connections to PORT it echoes, and with a few to READ it
+only reads.  All are blocking sockets of AF_SMC.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ ECHO, DAYTIME, DISCARD = 7007, 7013, 7009
 PIECE = 64 * 1024
 SMALL_PIECE = 512
 """Bytes that the discard service reads at a time: less than a tenth of a ring (RFC 7609, 4.5.1)."""
+
+
+READERS = 2
+"""Connections on which the client only reads; the suite uses one at a time."""
 
 
 def echo(sock: socket.socket) -> None:
@@ -58,12 +62,12 @@ def _serve(host: str, port: int, service: Callable[[socket.socket], None]) -> No
             threading.Thread(target=one, args=(listener.accept()[0],), daemon=True).start()
 
 
-def _connect(host: str, port: int) -> None:
+def _connect(host: str, port: int, service: Callable[[socket.socket], None]) -> None:
     while True:
         with make("smc") as sock:
             try:
                 sock.connect((host, port))
-                echo(sock)
+                service(sock)
             except ConnectionRefusedError:
                 time.sleep(0.2)  # the suite does not listen yet
             except OSError:
@@ -72,11 +76,12 @@ def _connect(host: str, port: int) -> None:
 
 def main() -> None:
     """Serve and connect until killed."""
-    here, there, port, lanes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    here, there = sys.argv[1], sys.argv[2]
+    port, lanes, read = map(int, sys.argv[3:])
     for number, service in ((ECHO, echo), (DAYTIME, daytime), (DISCARD, discard)):
         threading.Thread(target=_serve, args=(here, number, service), daemon=True).start()
-    for _ in range(lanes):
-        threading.Thread(target=_connect, args=(there, port), daemon=True).start()
+    for number, service in [(port, echo)] * lanes + [(read, discard)] * READERS:
+        threading.Thread(target=_connect, args=(there, number, service), daemon=True).start()
     threading.Event().wait()
 
 

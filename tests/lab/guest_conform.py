@@ -24,8 +24,8 @@ __all__ = ["PORT", "UEID"]
 
 SUITE, TARGET = "10.9.0.1", "10.9.0.2"
 CONTROL = ("10.9.2.1", 7656)
-PORT = 7008
-"""Port on which the suite listens."""
+PORT, READ_PORT = 7008, 7010
+"""Ports on which the suite listens: for clients that echo, and for those that only read."""
 UEID = "TRIO-SMC.LAB"
 LANES = 16
 """Concurrent connections of a client under test."""
@@ -44,7 +44,8 @@ def suite(kind: str, role: str, version: str, options: Sequence[str]) -> int:
         words += ["connect", TARGET, str(ECHO), "--daytime", str(DAYTIME)]
         words += ["--discard", str(DISCARD)]
     else:
-        words += ["listen", str(PORT), "--host", SUITE, "--provides", "parallel"]
+        words += ["listen", str(PORT), "--host", SUITE, "--discard", str(READ_PORT)]
+        words += ["--provides", "parallel"]
     words += [*PACE, "--jobs", JOBS.get((kind, role), "6"), "--version", version]
     words.append("--no-first-contact")  # the lab knows that the target is there, if slow
     words += ["--json", f"{PLACE}/{role}.json", "--keep", f"{PLACE}/{role}"]
@@ -68,12 +69,12 @@ def target(kind: str, version: str) -> None:
     if kind == "kernel":
         if version == "2":
             smc_netlink.ueid(UEID)
-        words = ["-m", "tests.lab.conform_target", TARGET, SUITE, str(PORT), str(LANES)]
-        commands.append(words)
+        ports = (str(PORT), str(LANES), str(READ_PORT))
+        commands.append(["-m", "tests.lab.conform_target", TARGET, SUITE, *ports])
     else:
         script = "examples/conform_target.py"
         commands.append([script, "server", str(ECHO), str(DAYTIME), str(DISCARD)])
-        commands.append([script, "client", SUITE, str(PORT), str(LANES)])
+        commands.append([script, "client", SUITE, str(PORT), str(LANES), str(READ_PORT)])
     processes = [
         subprocess.Popen([sys.executable, *words], env={**os.environ, **variables})
         for words in commands
