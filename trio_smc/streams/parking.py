@@ -37,12 +37,22 @@ if TYPE_CHECKING:
     from trio_smc.rnic.pump import Pump
     from trio_smc.stack.budget import Budget
 
-__all__ = ["BROKEN", "CLOSED", "CLOSED_MEANWHILE", "Busy", "Parking"]
+__all__ = [
+    "BROKEN",
+    "BUSY_DESCRIPTOR",
+    "BUSY_SENDING",
+    "CLOSED",
+    "CLOSED_MEANWHILE",
+    "Busy",
+    "Parking",
+]
 
 # Texts of Trio for its `SocketStream`, which programs compare.
 CLOSED: Final = "this socket was already closed"
 CLOSED_MEANWHILE: Final = "another task closed this fd"
 BROKEN: Final = "socket connection broken: {}"
+BUSY_DESCRIPTOR: Final = "another task is already reading / writing this fd"
+BUSY_SENDING: Final = "another task is currently sending data on this SocketStream"
 
 # Looked up once, because each call needs them.
 _sleep: Final = trio.lowlevel.wait_task_rescheduled
@@ -72,16 +82,16 @@ class Busy:
       gets the same error.
 
     Args:
-      doing: what the other task does, for the message of the error.
+      message: of the error.
 
     Attributes:
       taken: a task is in such a call.
     """
 
-    __slots__ = ("_doing", "taken")
+    __slots__ = ("_message", "taken")
 
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
+    def __init__(self, message: str) -> None:
+        self._message = message
         self.taken = False
 
     def __enter__(self) -> None:
@@ -94,7 +104,7 @@ class Busy:
 
     def error(self) -> trio.BusyResourceError:
         """The error that the second task gets."""
-        return trio.BusyResourceError(f"another task {self._doing} on this stream")
+        return trio.BusyResourceError(self._message)
 
 
 def _mark() -> None:

@@ -28,7 +28,15 @@ from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.host.mapped import PIECE, copies_of, may_fault, store
-from trio_smc.streams.parking import BROKEN, CLOSED, CLOSED_MEANWHILE, Busy, Parking
+from trio_smc.streams.parking import (
+    BROKEN,
+    BUSY_DESCRIPTOR,
+    BUSY_SENDING,
+    CLOSED,
+    CLOSED_MEANWHILE,
+    Busy,
+    Parking,
+)
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
     NO_MORE_URGENT,
@@ -161,9 +169,9 @@ class RdmaStream(SmcStream):
         self._closed = False
         self._read_shut = False  # closed, or shut down for reading
         self.write_shut: bool = False
-        self._sending = Busy("is sending")
-        self._receiving = Busy("is receiving")
-        self._taking_urgent = Busy("waits for urgent data")
+        self._sending = Busy(BUSY_SENDING)
+        self._receiving = Busy(BUSY_DESCRIPTOR)
+        self._taking_urgent = Busy(BUSY_DESCRIPTOR)
         self._options = StreamOptions(
             core,
             endpoint.group,

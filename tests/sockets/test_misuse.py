@@ -1,0 +1,465 @@
+"""Wrong and unusual arguments, and calls in the wrong state: answered as over TCP.
+
+Each row is one call, made over TCP on sockets of Trio, and over SMC-R.  Compared are the result
+with its type, or the exception's type, number and text, whether it is raised by the call itself or
+by its `await`, and what is left to read at both ends.  Most rows are made by code: each method of a
+socket, each argument of it, each odd value, in each state of the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket as stdlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+import trio_smc
+from tests.sockets.test_as_over_tcp import HOST, Ends, connected, unconnected
+from tests.timing import PATIENCE
+
+_QUIET: Final = 0.002
+"""Seconds without a runnable task after which a call counts as waiting."""
+_FOR_EVER: Final = 0.2
+"""Seconds after which a call counts as waiting although it has not stopped to try."""
+_LOOKUP: Final = 1.0
+"""Seconds that a thread may take to look a name up."""
+Call = Callable[[Any], Any]
+"""Makes the call of a row at a socket or a stream."""
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+class Index:
+    """No integer, but usable as one."""
+
+    def __index__(self) -> int:
+        return 3
+
+
+class WrongIndex:
+    """Fails when it is used as an integer."""
+
+    def __index__(self) -> int:
+        raise RuntimeError("no index")
+
+
+class Subclass(int):
+    """An integer of another class."""
+
+
+class Number:
+    """Usable by `int`, but not as an index."""
+
+    def __int__(self) -> int:
+        return 3
+
+
+def _released() -> memoryview:
+    view = memoryview(bytearray(3))
+    view.release()
+    return view
+
+
+VALUES: Final[dict[str, Callable[[], Any]]] = {
+    "None": lambda: None,
+    "text": lambda: "x",
+    "empty-text": lambda: "",
+    "bytes": lambda: b"x",
+    "no-bytes": lambda: b"",
+    "bytearray": lambda: bytearray(b"xyz"),
+    "read-only-view": lambda: memoryview(b"xyz"),
+    "strided-view": lambda: memoryview(bytearray(b"xyzxyz"))[::2],
+    "view-of-integers": lambda: memoryview(bytearray(8)).cast("I"),
+    "released-view": _released,
+    "fraction": lambda: 1.5,
+    "zero": lambda: 0,
+    "one": lambda: 1,
+    "minus-one": lambda: -1,
+    "99": lambda: 99,
+    "C-int-too-large": lambda: 2**31,
+    "huge": lambda: 2**62,
+    "too-huge": lambda: 2**64,
+    "true": lambda: True,
+    "index": Index,
+    "wrong-index": WrongIndex,
+    "subclass": lambda: Subclass(3),
+    "number": Number,
+    "object": lambda: int,
+    "list": list,
+    "list-of-text": lambda: ["x"],
+    "list-of-bytes": lambda: [b"xy", b"z"],
+    "list-of-bytearrays": lambda: [bytearray(2), bytearray(1)],
+    "tuple": lambda: (HOST,),
+    "tuple-of-text": lambda: (HOST, "x"),
+    "port-too-large": lambda: (HOST, 70000),
+    "port-negative": lambda: (HOST, -1),
+    "port-text": lambda: (HOST, "80x"),
+    "port-fraction": lambda: (HOST, 1.5),
+    "port-None": lambda: (HOST, None),
+    "host-None": lambda: (None, 1),
+    "host-bytes": lambda: (HOST.encode(), 1),
+    "host-number": lambda: (1, 1),
+    "three": lambda: (HOST, 1, 2),
+    "list-address": lambda: [HOST, 1],
+    "refused": lambda: (HOST, 1),
+    "ancillary": lambda: [(1, 2, b"x")],
+    "short-ancillary": lambda: [(1, 2)],
+    "wrong-ancillary": lambda: [("x", 2, b"x")],
+}
+
+
+FLAGS: Final = {name: getattr(stdlib, name) for name in dir(stdlib) if name.startswith("MSG_")}
+_INTEGERS: Final = (
+    "None", "text", "bytes", "fraction", "zero", "one", "minus-one", "99", "C-int-too-large",
+    "huge", "too-huge", "true", "index", "wrong-index", "subclass", "number", "object", "list",
+)  # fmt: skip
+_SIZES: Final = tuple(name for name in _INTEGERS if name != "C-int-too-large")  # 2 GiB each
+_BUFFERS: Final = (
+    "None", "text", "bytes", "no-bytes", "bytearray", "read-only-view", "strided-view",
+    "view-of-integers", "released-view", "one", "object", "list", "list-of-bytes",
+)  # fmt: skip
+_LISTS: Final = (
+    "None", "text", "empty-text", "bytes", "no-bytes", "one", "object", "list", "list-of-text",
+    "list-of-bytes", "list-of-bytearrays", "bytearray", "tuple",
+)  # fmt: skip
+_ADDRESSES: Final = (
+    "None", "text", "empty-text", "bytes", "one", "object", "list", "tuple", "tuple-of-text",
+    "port-too-large", "port-negative", "port-text", "port-fraction", "port-None", "host-None",
+    "host-bytes", "host-number", "three", "list-address", "refused",
+)  # fmt: skip
+_ANCILLARY: Final = (
+    "None",
+    "text",
+    "one",
+    "list",
+    "ancillary",
+    "short-ancillary",
+    "wrong-ancillary",
+    "list-of-bytes",
+)
+_USUAL_MISTAKES: Final = (
+    "-None", "-text", "-one", "-minus-one", "-index", "-huge", "-list", "-object", "-refused",
+)  # fmt: skip
+"""The endings of rows for sockets that are not connected."""
+_LOOKUPS: Final = (
+    "-tuple-of-text", "-port-text", "-port-None", "-port-fraction", "-host-None", "-host-bytes",
+    "-host-number", "-refused",
+)  # fmt: skip
+_Kind = tuple[str, ...]
+_ADDRESS: Final = (HOST, 1)
+_OPTION: Final = (stdlib.SOL_SOCKET, stdlib.SO_KEEPALIVE)
+
+METHODS: Final[dict[str, tuple[tuple[Callable[[], Any], _Kind], ...]]] = {
+    "recv": ((lambda: 4, _SIZES), (lambda: 0, _INTEGERS)),
+    "recvfrom": ((lambda: 4, _SIZES), (lambda: 0, _INTEGERS)),
+    "recv_into": (
+        (lambda: bytearray(8), _BUFFERS), (lambda: 4, _INTEGERS), (lambda: 0, _INTEGERS),
+    ),
+    "recvfrom_into": (
+        (lambda: bytearray(8), _BUFFERS), (lambda: 4, _INTEGERS), (lambda: 0, _INTEGERS),
+    ),
+    "recvmsg": ((lambda: 4, _SIZES), (lambda: 0, _SIZES), (lambda: 0, _INTEGERS)),
+    "recvmsg_into": (
+        (lambda: [bytearray(4)], _LISTS), (lambda: 0, _SIZES), (lambda: 0, _INTEGERS),
+    ),
+    "send": ((lambda: b"abc", _BUFFERS), (lambda: 0, _INTEGERS)),
+    "sendto": ((lambda: b"abc", _BUFFERS), (lambda: 0, _INTEGERS), (lambda: _ADDRESS, _ADDRESSES)),
+    "sendmsg": (
+        (lambda: [b"abc"], _LISTS), (list, _ANCILLARY), (lambda: 0, _INTEGERS),
+        (lambda: None, _ADDRESSES),
+    ),
+    "bind": ((lambda: (HOST, 0), _ADDRESSES),),
+    "connect": ((lambda: "x", _ADDRESSES),),
+    "listen": ((lambda: 4, _INTEGERS),),
+    "shutdown": ((lambda: 2, _INTEGERS),),
+    "getsockopt": (
+        (lambda: _OPTION[0], _INTEGERS), (lambda: _OPTION[1], _INTEGERS), (lambda: 4, _INTEGERS),
+    ),
+    "setsockopt": (
+        (lambda: _OPTION[0], _INTEGERS), (lambda: _OPTION[1], _INTEGERS),
+        (lambda: 1, tuple(dict.fromkeys(_INTEGERS + _BUFFERS))), (lambda: None, _INTEGERS),
+    ),
+    "set_inheritable": ((lambda: False, _INTEGERS),),
+    "accept": (), "close": (), "detach": (), "dup": (), "fileno": (), "get_inheritable": (),
+    "getpeername": (), "getsockname": (), "is_readable": (), "wait_writable": (),
+    "__enter__": (),
+    "__exit__": ((lambda: None, ("None",)),) * 3,
+}  # fmt: skip
+"""The usual value of each argument, and the names of odd ones."""
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+Rows = dict[str, Call]
+
+LISTED: Final = re.compile(
+    # MSG_ERRQUEUE, which is a bit of -1
+    r"recv.*-MSG_ERRQUEUE-.*|recv(from)?-1-minus-one|recv(from)?_into-2-minus-one"
+    r"|(sendto-1|sendmsg-2)-minus-one"  # MSG_FASTOPEN
+    r"|(detach|dup)-(0-arguments|all-named)"
+)
+"""Rows with differences of docs/programs.md."""
+
+
+def _call(method: str, *makers: Callable[[], Any], **named: Callable[[], Any]) -> Call:
+    def call(sock: Any) -> object:
+        options = {name: make() for name, make in named.items()}
+        result = getattr(sock, method)(*(make() for make in makers), **options)
+        if method == "detach":
+            os.close(result)
+        return result >= 0 if method in ("detach", "fileno") else result
+
+    return call
+
+
+def _always(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def _odd_values(methods: dict[str, Any]) -> Iterator[tuple[str, Call]]:
+    for method, arguments in methods.items():
+        usual = [make for make, _ in arguments]
+        for position, (_, names) in enumerate(arguments):
+            for name in names:
+                made = [*usual[:position], VALUES[name], *usual[position + 1 :]]
+                yield f"{method}-{position}-{name}", _call(method, *made)
+                # Without the later arguments, which have defaults.
+                if position + 1 < len(usual):
+                    yield f"{method}-{position}-{name}-only", _call(method, *made[: position + 1])
+
+
+def _wrong_numbers(methods: dict[str, Any]) -> Iterator[tuple[str, Call]]:
+    """Too few and too many arguments, and arguments by name."""
+    for method, arguments in methods.items():
+        usual = [make for make, _ in arguments]
+        for count in range(len(usual) + 1):
+            yield f"{method}-{count}-arguments", _call(method, *usual[:count])
+        yield f"{method}-one-more", _call(method, *usual, lambda: 0)
+        yield f"{method}-an-unknown-name", _call(method, *usual, other=lambda: 1)
+        code = getattr(trio.socket.SocketType, method).__code__
+        names = code.co_varnames[1 : code.co_argcount]
+        for number, (name, make) in enumerate(zip(names, usual, strict=False)):
+            yield f"{method}-named-{name}", _call(method, *usual[:number], **{name: make})
+        yield f"{method}-all-named", _call(method, **dict(zip(names, usual, strict=False)))
+
+
+def _without_data(call: Call) -> Call:
+    """With MSG_TRUNC, the bytes of the result are undefined."""
+
+    async def receive(sock: Any) -> object:
+        result = await call(sock)
+        if isinstance(result, bytes):
+            return len(result)
+        return (len(result[0]), *result[1:]) if isinstance(result, tuple) else result
+
+    return receive
+
+
+def _flags() -> Iterator[tuple[str, Call]]:
+    for name, flag in FLAGS.items():
+        for number in (flag, int(flag)):
+            kind = type(number).__name__
+            for method in ("recv", "recvfrom", "recv_into", "recvfrom_into", "send"):
+                usual = METHODS[method][0][0]
+                more: tuple[Any, ...] = (lambda: 4,) if method.endswith("into") else ()
+                yield f"{method}-{name}-{kind}", _call(method, usual, *more, _always(number))
+            for method in ("recvmsg", "recvmsg_into", "sendmsg"):
+                usual, second = (make for make, _ in METHODS[method][:2])
+                yield f"{method}-{name}-{kind}", _call(method, usual, second, _always(number))
+
+
+SOCKET_ROWS: Final[Rows] = dict(_odd_values(METHODS))
+CALL_ROWS: Final[Rows] = dict(_wrong_numbers(METHODS))
+FLAG_ROWS: Final[Rows] = {
+    name: _without_data(call) if name.startswith("recv") and "TRUNC" in name else call
+    for name, call in _flags()
+}
+
+STATES: Final = ("connected", "closed", "shut", "new", "listening")
+
+
+@asynccontextmanager
+async def place(state: str, *, smc: bool) -> AsyncIterator[Ends]:
+    """Ends whose client is in this state; the server has sent ten bytes."""
+    if state in ("new", "listening"):
+        async with unconnected(smc=smc) as ends:
+            if state == "listening":
+                await ends.client.bind((HOST, 0))
+                ends.client.listen()
+            yield ends
+        return
+    async with connected(smc=smc) as ends:
+        await ends.server.send(b"0123456789")
+        await ends.settle()
+        if state == "closed":
+            ends.client.close()
+        elif state == "shut":
+            await ends.client.recv(20)
+            ends.client.shutdown(stdlib.SHUT_RDWR)
+        yield ends
+
+
+class Comparison:
+    """Describes outcomes without the numbers that differ from run to run."""
+
+    def __init__(self, ends: Ends) -> None:
+        self._ports: dict[str, str] = {}
+        for name in ("listener", "client", "server"):
+            sock = getattr(ends, name, None)
+            if sock is not None and sock.fileno() >= 0 and (port := sock.getsockname()[1]):
+                self._ports.setdefault(str(port), name)
+
+    def text(self, text: str) -> str:
+        """Without ports, descriptors and addresses in memory."""
+        text = re.sub(r"\b\d{4,5}\b", lambda found: self._ports.get(found[0], found[0]), text)
+        text = re.sub(r"fd=\d+", "fd=N", text).replace("DropInSocket.", "_SocketType.")
+        return re.sub(r"0x[0-9a-f]{6,}", "0xN", text)
+
+    def error(self, error: BaseException | None) -> object:
+        """The class, number and text, and the cause of an error that is no OSError."""
+        if error is None:
+            return None
+        cause = None if isinstance(error, OSError) else error.__cause__
+        return (
+            type(error).__name__, getattr(error, "errno", None), self.text(str(error)),
+            self.error(cause),
+        )  # fmt: skip
+
+    def value(self, value: object) -> object:
+        """The type and the value."""
+        if isinstance(value, (trio.socket.SocketType, stdlib.socket)):
+            value.close()
+            return "a socket"
+        if isinstance(value, (trio.SocketStream, trio.SocketListener)):
+            return type(value).__name__
+        if isinstance(value, (tuple, list)):
+            return type(value).__name__, [*map(self.value, value)]
+        return type(value).__name__, self.text(repr(value))
+
+
+_HARMLESS: Final = {"TypeError", "ValueError", "OverflowError", "BufferError", "MemoryError"}
+"""Errors of calls that did nothing."""
+
+
+async def outcome(
+    call: Call, sock: Any, describe: Comparison, quiet: float = _QUIET
+) -> tuple[str, object]:
+    """Make a call.  Returns where it ended, and a description of its result or error."""
+    found: list[tuple[str, object]] = []
+
+    async def make() -> None:
+        at = "called"
+        try:
+            result = call(sock)
+            if isinstance(result, Awaitable):
+                at = "awaited"
+                result = await result
+            found.append((at, describe.value(result)))
+        except Exception as error:
+            found.append((at, describe.error(error)))
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(make)
+        # Trio repeats a call for ever if the kernel has nothing for it on a readable socket.
+        with trio.move_on_after(max(_FOR_EVER, 2 * quiet)):
+            await wait_all_tasks_blocked(quiet)
+        nursery.cancel_scope.cancel()
+    return found[0] if found else ("awaited", "waits")
+
+
+async def _drained(sock: Any, describe: Comparison) -> object:
+    return await outcome(lambda sock: sock.recv(100), sock, describe)
+
+
+async def observe(rows: Rows, state: str, *, smc: bool) -> dict[str, object]:
+    """Make the calls of all rows, each on new sockets if the call before had an effect."""
+    observed: dict[str, object] = {}
+    left = list(rows)
+    while left:
+        with trio.fail_after(PATIENCE):
+            async with place(state, smc=smc) as here:
+                describe = Comparison(here)
+                while left:
+                    name = left.pop(0)
+                    # A thread looks the name of a host or port up.
+                    quiet = _LOOKUP if name.endswith(_LOOKUPS) else _QUIET
+                    at, what = await outcome(rows[name], here.client, describe, quiet)
+                    if isinstance(what, tuple) and what[0] in _HARMLESS:
+                        observed[name] = at, what
+                        continue
+                    rest: list[object] = []
+                    if state in ("connected", "shut"):
+                        await here.settle()
+                        rest = [
+                            await _drained(each, describe) for each in (here.client, here.server)
+                        ]
+                    observed[name] = at, what, rest
+                    break
+    return observed
+
+
+def _same(over_tcp: Any, over_smc: Any) -> bool:
+    return bool(over_tcp == over_smc)
+
+
+def _same_but_texts_of_signatures(over_tcp: Any, over_smc: Any) -> bool:
+    """True if both are equal, or both are a TypeError."""
+    both = over_tcp, over_smc
+    return over_tcp == over_smc or all(what[1][0] == "TypeError" for what in both)
+
+
+def compare(rows: Rows, state: str, same: Callable[[Any, Any], bool] = _same) -> None:
+    """Make all calls over both transports."""
+    over_tcp = trio.run(lambda: observe(rows, state, smc=False))
+    trio_smc.enable(trio_smc.Config(require_smc=True))
+    try:
+        over_smc = trio.run(lambda: observe(rows, state, smc=True))
+    finally:
+        trio_smc.disable()
+    assert len(over_tcp) == len(rows)
+    different = [
+        name
+        for name in rows
+        if not same(over_tcp[name], over_smc[name]) and not LISTED.fullmatch(name)
+    ]
+    assert not different, f"{len(different)} of {len(rows)}:\n" + "\n".join(
+        f"{name}:\n  TCP   {over_tcp[name]}\n  SMC-R {over_smc[name]}" for name in different
+    )
+
+
+def test_each_method_has_rows() -> None:
+    methods = {
+        name
+        for name in dir(trio.socket.SocketType)
+        if callable(getattr(trio.socket.SocketType, name)) and not name.startswith("_")
+    }
+    assert methods == {name for name in METHODS if not name.startswith("_")}
+
+
+@pytest.mark.timeout(4 * PATIENCE)
+def test_odd_arguments_of_connected_sockets() -> None:
+    compare(SOCKET_ROWS, "connected")
+
+
+@pytest.mark.parametrize("state", STATES[1:])
+def test_odd_arguments_of_other_sockets(state: str) -> None:
+    rows = {name: call for name, call in SOCKET_ROWS.items() if name.endswith(_USUAL_MISTAKES)}
+    compare(rows, state)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_wrong_numbers_of_arguments(state: str) -> None:
+    compare(CALL_ROWS, state, _same_but_texts_of_signatures)
+
+
+@pytest.mark.parametrize("state", ["connected", "shut"])
+def test_flags(state: str) -> None:
+    compare(FLAG_ROWS, state)
