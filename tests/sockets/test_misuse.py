@@ -13,6 +13,7 @@ import re
 import socket as stdlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import product
 from typing import Any, Final
 
 import pytest
@@ -20,7 +21,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 import trio_smc
-from tests.sockets.test_as_over_tcp import HOST, Ends, connected, unconnected
+from tests.sockets.test_as_over_tcp import HOST, LINGER_0, Ends, connected, unconnected
 from tests.timing import PATIENCE
 
 _QUIET: Final = 0.002
@@ -204,6 +205,8 @@ LISTED: Final = re.compile(
     r"recv.*-MSG_ERRQUEUE-.*|recv(from)?-1-minus-one|recv(from)?_into-2-minus-one"
     r"|(sendto-1|sendmsg-2)-minus-one"  # MSG_FASTOPEN
     r"|(detach|dup)-(0-arguments|all-named)"
+    r"|receive_some-0-(index|wrong-index|huge|too-huge)"
+    r"|send_all-0-strided-view"
 )
 """Rows with differences of docs/programs.md."""
 
@@ -235,7 +238,22 @@ def _odd_values(methods: dict[str, Any]) -> Iterator[tuple[str, Call]]:
                     yield f"{method}-{position}-{name}-only", _call(method, *made[: position + 1])
 
 
-def _wrong_numbers(methods: dict[str, Any]) -> Iterator[tuple[str, Call]]:
+def _both(first: str, second: str) -> Call:
+    async def call(stream: Any) -> object:
+        outcomes = []
+        for name in (first, second):
+            try:
+                outcomes.append(await getattr(stream, name)())
+            except Exception as error:
+                outcomes.append(repr(error))
+        return outcomes
+
+    return call
+
+
+def _wrong_numbers(
+    methods: dict[str, Any], kind: type = trio.socket.SocketType
+) -> Iterator[tuple[str, Call]]:
     """Too few and too many arguments, and arguments by name."""
     for method, arguments in methods.items():
         usual = [make for make, _ in arguments]
@@ -243,7 +261,7 @@ def _wrong_numbers(methods: dict[str, Any]) -> Iterator[tuple[str, Call]]:
             yield f"{method}-{count}-arguments", _call(method, *usual[:count])
         yield f"{method}-one-more", _call(method, *usual, lambda: 0)
         yield f"{method}-an-unknown-name", _call(method, *usual, other=lambda: 1)
-        code = getattr(trio.socket.SocketType, method).__code__
+        code = getattr(kind, method).__code__
         names = code.co_varnames[1 : code.co_argcount]
         for number, (name, make) in enumerate(zip(names, usual, strict=False)):
             yield f"{method}-named-{name}", _call(method, *usual[:number], **{name: make})
@@ -282,18 +300,36 @@ FLAG_ROWS: Final[Rows] = {
     for name, call in _flags()
 }
 
+STREAM_METHODS: Final[dict[str, tuple[tuple[Callable[[], Any], _Kind], ...]]] = {
+    "receive_some": ((lambda: 4, _SIZES),),
+    "send_all": ((lambda: b"abc", (*_BUFFERS, "list-of-bytearrays")),),
+    "setsockopt": METHODS["setsockopt"],
+    "getsockopt": METHODS["getsockopt"],
+    "send_eof": (), "aclose": (), "wait_send_all_might_not_block": (), "__aenter__": (),
+    "__aexit__": ((lambda: None, ("None",)),) * 3,
+}  # fmt: skip
+LISTENER_METHODS: Final[dict[str, tuple[tuple[Callable[[], Any], _Kind], ...]]] = {
+    "accept": (), "aclose": (), "__aenter__": (), "__aexit__": ((lambda: None, ("None",)),) * 3,
+}  # fmt: skip
+_ENDINGS: Final = ("receive_some", "send_eof", "aclose", "wait_send_all_might_not_block")
+STREAM_ROWS: Final[Rows] = dict(_odd_values(STREAM_METHODS))
+STREAM_CALL_ROWS: Final[Rows] = {
+    **dict(_wrong_numbers(STREAM_METHODS, trio.SocketStream)),
+    **{f"{first}-{then}": _both(first, then) for first, then in product(_ENDINGS, repeat=2)},
+}
+LISTENER_ROWS: Final[Rows] = dict(_wrong_numbers(LISTENER_METHODS, trio.SocketListener))
 STATES: Final = ("connected", "closed", "shut", "new", "listening")
 
 
 @asynccontextmanager
-async def place(state: str, *, smc: bool) -> AsyncIterator[Ends]:
+async def place(state: str, *, smc: bool) -> AsyncIterator[tuple[Ends, Any]]:
     """Ends whose client is in this state; the server has sent ten bytes."""
     if state in ("new", "listening"):
         async with unconnected(smc=smc) as ends:
             if state == "listening":
                 await ends.client.bind((HOST, 0))
                 ends.client.listen()
-            yield ends
+            yield ends, ends.client
         return
     async with connected(smc=smc) as ends:
         await ends.server.send(b"0123456789")
@@ -303,7 +339,43 @@ async def place(state: str, *, smc: bool) -> AsyncIterator[Ends]:
         elif state == "shut":
             await ends.client.recv(20)
             ends.client.shutdown(stdlib.SHUT_RDWR)
-        yield ends
+        yield ends, ends.client
+
+
+@asynccontextmanager
+async def stream_place(state: str, *, smc: bool) -> AsyncIterator[tuple[Ends, trio.SocketStream]]:
+    """Ends with a stream of the client in this state; the server has sent ten bytes."""
+    async with connected(smc=smc) as ends:
+        stream = trio.SocketStream(ends.client)
+        await ends.server.send(b"0123456789")
+        await ends.settle()
+        if state == "closed":
+            await stream.aclose()
+        if state in ("ended", "both-ended"):
+            await stream.send_eof()
+        if state == "reset":
+            ends.server.setsockopt(*LINGER_0)
+        if state in ("peer-closed", "both-ended", "reset"):
+            ends.server.close()
+        await ends.settle()
+        yield ends, stream
+
+
+STREAM_STATES: Final = ("connected", "closed", "ended", "peer-closed", "both-ended", "reset")
+
+
+@asynccontextmanager
+async def listener_place(
+    state: str, *, smc: bool
+) -> AsyncIterator[tuple[Ends, trio.SocketListener]]:
+    """Ends with a listener in this state."""
+    async with connected(smc=smc) as ends:
+        listener = trio.SocketListener(ends.listener)
+        if state == "closed":
+            await listener.aclose()
+        elif state == "shut":
+            ends.listener.shutdown(stdlib.SHUT_RD)
+        yield ends, listener
 
 
 class Comparison:
@@ -316,10 +388,15 @@ class Comparison:
             if sock is not None and sock.fileno() >= 0 and (port := sock.getsockname()[1]):
                 self._ports.setdefault(str(port), name)
 
+    def name(self, port: int, name: str) -> None:
+        """Replace a port by a name from now on."""
+        self._ports[str(port)] = name
+
     def text(self, text: str) -> str:
         """Without ports, descriptors and addresses in memory."""
         text = re.sub(r"\b\d{4,5}\b", lambda found: self._ports.get(found[0], found[0]), text)
-        text = re.sub(r"fd=\d+", "fd=N", text).replace("DropInSocket.", "_SocketType.")
+        text = re.sub(r"fd=\d+", "fd=N", text)
+        text = text.replace("DropInSocket", "_SocketType")  # docs/programs.md
         return re.sub(r"0x[0-9a-f]{6,}", "0xN", text)
 
     def error(self, error: BaseException | None) -> object:
@@ -327,6 +404,8 @@ class Comparison:
         if error is None:
             return None
         cause = None if isinstance(error, OSError) else error.__cause__
+        if isinstance(error, BaseExceptionGroup):
+            return type(error).__name__, str(error), [*map(self.error, error.exceptions)]
         return (
             type(error).__name__, getattr(error, "errno", None), self.text(str(error)),
             self.error(cause),
@@ -379,24 +458,24 @@ async def _drained(sock: Any, describe: Comparison) -> object:
     return await outcome(lambda sock: sock.recv(100), sock, describe)
 
 
-async def observe(rows: Rows, state: str, *, smc: bool) -> dict[str, object]:
+async def observe(rows: Rows, state: str, open_place: Any, *, smc: bool) -> dict[str, object]:
     """Make the calls of all rows, each on new sockets if the call before had an effect."""
     observed: dict[str, object] = {}
     left = list(rows)
     while left:
         with trio.fail_after(PATIENCE):
-            async with place(state, smc=smc) as here:
+            async with open_place(state, smc=smc) as (here, subject):
                 describe = Comparison(here)
                 while left:
                     name = left.pop(0)
                     # A thread looks the name of a host or port up.
                     quiet = _LOOKUP if name.endswith(_LOOKUPS) else _QUIET
-                    at, what = await outcome(rows[name], here.client, describe, quiet)
+                    at, what = await outcome(rows[name], subject, describe, quiet)
                     if isinstance(what, tuple) and what[0] in _HARMLESS:
                         observed[name] = at, what
                         continue
                     rest: list[object] = []
-                    if state in ("connected", "shut"):
+                    if state not in ("new", "listening", "closed", "open"):
                         await here.settle()
                         rest = [
                             await _drained(each, describe) for each in (here.client, here.server)
@@ -416,12 +495,17 @@ def _same_but_texts_of_signatures(over_tcp: Any, over_smc: Any) -> bool:
     return over_tcp == over_smc or all(what[1][0] == "TypeError" for what in both)
 
 
-def compare(rows: Rows, state: str, same: Callable[[Any, Any], bool] = _same) -> None:
+def compare(
+    rows: Rows,
+    state: str,
+    same: Callable[[Any, Any], bool] = _same,
+    open_place: Any = place,
+) -> None:
     """Make all calls over both transports."""
-    over_tcp = trio.run(lambda: observe(rows, state, smc=False))
+    over_tcp = trio.run(lambda: observe(rows, state, open_place, smc=False))
     trio_smc.enable(trio_smc.Config(require_smc=True))
     try:
-        over_smc = trio.run(lambda: observe(rows, state, smc=True))
+        over_smc = trio.run(lambda: observe(rows, state, open_place, smc=True))
     finally:
         trio_smc.disable()
     assert len(over_tcp) == len(rows)
@@ -433,6 +517,10 @@ def compare(rows: Rows, state: str, same: Callable[[Any, Any], bool] = _same) ->
     assert not different, f"{len(different)} of {len(rows)}:\n" + "\n".join(
         f"{name}:\n  TCP   {over_tcp[name]}\n  SMC-R {over_smc[name]}" for name in different
     )
+
+
+def _usual_mistakes(rows: Rows) -> Rows:
+    return {name: call for name, call in rows.items() if name.endswith(_USUAL_MISTAKES)}
 
 
 def test_each_method_has_rows() -> None:
@@ -451,13 +539,28 @@ def test_odd_arguments_of_connected_sockets() -> None:
 
 @pytest.mark.parametrize("state", STATES[1:])
 def test_odd_arguments_of_other_sockets(state: str) -> None:
-    rows = {name: call for name, call in SOCKET_ROWS.items() if name.endswith(_USUAL_MISTAKES)}
-    compare(rows, state)
+    compare(_usual_mistakes(SOCKET_ROWS), state)
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_wrong_numbers_of_arguments(state: str) -> None:
     compare(CALL_ROWS, state, _same_but_texts_of_signatures)
+
+
+@pytest.mark.parametrize("state", STREAM_STATES)
+def test_odd_arguments_of_streams(state: str) -> None:
+    rows = STREAM_ROWS if state == "connected" else _usual_mistakes(STREAM_ROWS)
+    compare(rows, state, open_place=stream_place)
+
+
+@pytest.mark.parametrize("state", STREAM_STATES)
+def test_calls_of_streams(state: str) -> None:
+    compare(STREAM_CALL_ROWS, state, _same_but_texts_of_signatures, stream_place)
+
+
+@pytest.mark.parametrize("state", ["open", "closed", "shut"])
+def test_calls_of_listeners(state: str) -> None:
+    compare(LISTENER_ROWS, state, _same_but_texts_of_signatures, listener_place)
 
 
 @pytest.mark.parametrize("state", ["connected", "shut"])

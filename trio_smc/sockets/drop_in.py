@@ -185,8 +185,9 @@ class DropInSocket(trio.socket.SocketType):
     @property
     def _sock(self) -> stdlib_socket.socket:
         # AnyIO reads the raw socket from this attribute, and programs get it there.
-        sock = _raw_socket(self.plain)
-        expose(sock, self)
+        sock = self._side.descriptor_socket()
+        if sock.fileno() >= 0:
+            expose(sock, self)
         return sock
 
     @property
@@ -415,6 +416,9 @@ class DropInSocket(trio.socket.SocketType):
         side.close()
         if isinstance(side, OverSmc):
             self._side = Closed(side)
+
+    def __copy__(self) -> Self:
+        return self  # copies of Trio's socket share its connection, too
 
     def __enter__(self) -> Self:
         return self
@@ -1575,20 +1579,24 @@ class DropInFactory(trio.abc.SocketFactory):
         self._find_config = find_config
 
     def socket(
-        self, family: int | None = None, type: int | None = None, proto: int | None = None
+        self,
+        family: int | None = stdlib_socket.AF_INET,
+        type: int | None = stdlib_socket.SOCK_STREAM,
+        proto: int | None = 0,
     ) -> trio.socket.SocketType:
         """Create a drop-in socket for TCP, or a socket of Trio for other protocols.
 
         Raises:
           SmcUnavailable: the protocol is MPTCP, and `Config.require_smc` is set.
         """
-        family = stdlib_socket.AF_INET if family is None else family
-        type = stdlib_socket.SOCK_STREAM if type is None else type
-        proto = 0 if proto is None else proto
         if proto == _MPTCP and self._find_config().require_smc:
             raise SmcUnavailable(_MULTIPATH)
-        plain = _make_plain(stdlib_socket.socket(family, type, proto))
-        return DropInSocket(plain, self._find_stack) if _is_tcp(family, type, proto) else plain
+        # None is wrong here, as for Trio, which always passes all three.
+        raw = stdlib_socket.socket(family, type, proto)  # type: ignore[arg-type]
+        plain = _make_plain(raw)
+        if _is_tcp(raw.family, raw.type, raw.proto):
+            return DropInSocket(plain, self._find_stack)
+        return plain
 
     def wrap(self, sock: stdlib_socket.socket) -> trio.socket.SocketType:
         """As `trio.socket.from_stdlib_socket`, with a drop-in socket for TCP.

@@ -45,6 +45,7 @@ __all__ = [
     "CLOSED_MEANWHILE",
     "Busy",
     "Parking",
+    "SocketBusy",
 ]
 
 # Texts of Trio for its `SocketStream`, which programs compare.
@@ -86,13 +87,15 @@ class Busy:
 
     Attributes:
       taken: a task is in such a call.
+      by_socket: that call is one of a socket, in `SocketBusy`.
     """
 
-    __slots__ = ("_message", "taken")
+    __slots__ = ("_message", "by_socket", "taken")
 
     def __init__(self, message: str) -> None:
         self._message = message
         self.taken = False
+        self.by_socket = False
 
     def __enter__(self) -> None:
         if self.taken:
@@ -104,7 +107,27 @@ class Busy:
 
     def error(self) -> trio.BusyResourceError:
         """The error that the second task gets."""
-        return trio.BusyResourceError(self._message)
+        return trio.BusyResourceError(BUSY_DESCRIPTOR if self.by_socket else self._message)
+
+
+class SocketBusy:
+    """`Busy` for a call of a socket that waits.
+
+    Trio's stream refuses a second call of the stream.  Below it, the descriptor refuses a second
+    wait, so a call of the stream that need not wait succeeds beside a call of the socket.
+    """
+
+    __slots__ = ("_busy",)
+
+    def __init__(self, busy: Busy) -> None:
+        self._busy = busy
+
+    def __enter__(self) -> None:
+        self._busy.__enter__()
+        self._busy.by_socket = True
+
+    def __exit__(self, *_: object) -> None:
+        self._busy.taken = self._busy.by_socket = False
 
 
 def _mark() -> None:
