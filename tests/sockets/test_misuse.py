@@ -361,6 +361,21 @@ async def stream_place(state: str, *, smc: bool) -> AsyncIterator[tuple[Ends, tr
         yield ends, stream
 
 
+@asynccontextmanager
+async def wrapped_place(state: str, *, smc: bool) -> AsyncIterator[tuple[Ends, Any]]:
+    """Ends that the standard library has connected, which stay on TCP, in a state of `place`."""
+    async with unconnected(smc=smc) as ends:
+        with stdlib.create_server((HOST, 0)) as listener:
+            pair = stdlib.create_connection(listener.getsockname()), listener.accept()[0]
+        ends.client.close()
+        ends.client, ends.server = map(trio.socket.from_stdlib_socket, pair)
+        assert not smc or ends.client.stream.mode is trio_smc.Mode.TCP
+        await ends.server.send(b"0123456789")
+        if state == "closed":
+            ends.client.close()
+        yield ends, ends.client
+
+
 STREAM_STATES: Final = ("connected", "closed", "ended", "peer-closed", "both-ended", "reset")
 
 
@@ -503,7 +518,7 @@ def compare(
 ) -> None:
     """Make all calls over both transports."""
     over_tcp = trio.run(lambda: observe(rows, state, open_place, smc=False))
-    trio_smc.enable(trio_smc.Config(require_smc=True))
+    trio_smc.enable(trio_smc.Config(require_smc=open_place is not wrapped_place))
     try:
         over_smc = trio.run(lambda: observe(rows, state, open_place, smc=True))
     finally:
@@ -540,6 +555,11 @@ def test_odd_arguments_of_connected_sockets() -> None:
 @pytest.mark.parametrize("state", STATES[1:])
 def test_odd_arguments_of_other_sockets(state: str) -> None:
     compare(_usual_mistakes(SOCKET_ROWS), state)
+
+
+@pytest.mark.parametrize("state", ["connected", "closed"])
+def test_odd_arguments_of_sockets_that_stay_on_tcp(state: str) -> None:
+    compare(_usual_mistakes(SOCKET_ROWS), state, open_place=wrapped_place)
 
 
 @pytest.mark.parametrize("state", STATES)
