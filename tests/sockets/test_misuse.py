@@ -202,7 +202,7 @@ Rows = dict[str, Call]
 
 LISTED: Final = re.compile(
     # MSG_ERRQUEUE, which is a bit of -1
-    r"recv.*-MSG_ERRQUEUE-.*|recv(from)?-1-minus-one|recv(from)?_into-2-minus-one"
+    r"recv.*-MSG_ERRQUEUE-.*|recv(msg)?-0x2000|recv(from)?-1-minus-one|recv(from)?_into-2-minus-one"
     r"|(sendto-1|sendmsg-2)-minus-one"  # MSG_FASTOPEN
     r"|(detach|dup)-(0-arguments|all-named)"
     r"|receive_some-0-(index|wrong-index|huge|too-huge)"
@@ -280,6 +280,16 @@ def _without_data(call: Call) -> Call:
     return receive
 
 
+def _bits() -> Iterator[tuple[str, Call]]:
+    """Each bit of the flags, with and without a meaning."""
+    for bit in map(_always, (1 << number for number in range(31))):
+        for method in ("recv", "send"):
+            yield f"{method}-{bit():#x}", _call(method, METHODS[method][0][0], bit)
+        for method in ("recvmsg", "sendmsg"):
+            usual, second = (make for make, _ in METHODS[method][:2])
+            yield f"{method}-{bit():#x}", _call(method, usual, second, bit)
+
+
 def _flags() -> Iterator[tuple[str, Call]]:
     for name, flag in FLAGS.items():
         for number in (flag, int(flag)):
@@ -295,6 +305,27 @@ def _flags() -> Iterator[tuple[str, Call]]:
 
 SOCKET_ROWS: Final[Rows] = dict(_odd_values(METHODS))
 CALL_ROWS: Final[Rows] = dict(_wrong_numbers(METHODS))
+IPV6_ROWS: Final[Rows] = {
+    f"{method}-{address!r}": _call(method, *before, _always(address))
+    for method, *before in (
+        ("bind",), ("connect",), ("sendto", _always(b"abc")),
+        ("sendmsg", _always([b"abc"]), _always([]), _always(0)),
+    )
+    for address in (
+        ("::1", 1), ("::1", 1, 0), ("::1", 1, 0, 0), ("::1", 1, 0, 0, 0), ("::1", 1, "x"),
+        ("::1", 1, -1), ("::1", 1, 2**21), ("::1", 1, 0, -1), ("::1", 1, 0, 2**32),
+        ("::1", 1, 0, 99), ("::1", 70000, 0, 0), ("fe80::1", 1), ("::ffff:127.0.0.1", 1),
+    )
+}  # fmt: skip
+BIT_ROWS: Final[Rows] = {
+    name: _without_data(call) if name.endswith("-0x20") else call for name, call in _bits()
+}
+_ADDRESSED: Final = tuple(
+    f"{method}-{METHODS[method].index(argument)}-"
+    for method in ("bind", "connect", "sendto", "sendmsg")
+    for argument in METHODS[method]
+    if argument[1] is _ADDRESSES
+)
 FLAG_ROWS: Final[Rows] = {
     name: _without_data(call) if name.startswith("recv") and "TRUNC" in name else call
     for name, call in _flags()
@@ -374,6 +405,37 @@ async def wrapped_place(state: str, *, smc: bool) -> AsyncIterator[tuple[Ends, A
         if state == "closed":
             ends.client.close()
         yield ends, ends.client
+
+
+class Ipv6Ends(Ends):
+    """Ends of IPv6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for sock in (self.listener, self.client):
+            sock.close()
+        self.listener, self.client = (trio.socket.socket(stdlib.AF_INET6) for _ in range(2))
+
+    async def connect(self) -> None:
+        await self.listener.bind(("::1", 0))
+        self.listener.listen()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.accept_one)
+            await self.client.connect(self.listener.getsockname())
+
+
+@asynccontextmanager
+async def ipv6_place(state: str, *, smc: bool) -> AsyncIterator[tuple[Ends, Any]]:
+    """Ends of IPv6 in a state of `place`."""
+    ends = Ipv6Ends()
+    try:
+        if state == "connected":
+            await ends.connect()
+            assert not smc or ends.client.stream.mode is trio_smc.Mode.SMC_R
+            await ends.server.send(b"0123456789")
+        yield ends, ends.client
+    finally:
+        ends.close()
 
 
 STREAM_STATES: Final = ("connected", "closed", "ended", "peer-closed", "both-ended", "reset")
@@ -581,6 +643,16 @@ def test_calls_of_streams(state: str) -> None:
 @pytest.mark.parametrize("state", ["open", "closed", "shut"])
 def test_calls_of_listeners(state: str) -> None:
     compare(LISTENER_ROWS, state, _same_but_texts_of_signatures, listener_place)
+
+
+def test_bits_of_flags() -> None:
+    compare(BIT_ROWS, "connected")
+
+
+@pytest.mark.parametrize("state", ["connected", "new"])
+def test_addresses_of_ipv6(state: str) -> None:
+    rows = {name: call for name, call in SOCKET_ROWS.items() if name.startswith(_ADDRESSED)}
+    compare({**rows, **IPV6_ROWS}, state, open_place=ipv6_place)
 
 
 @pytest.mark.parametrize("state", ["connected", "shut"])

@@ -761,8 +761,9 @@ class Unconnected(Side):
         if self._listening:
             return await super().connect(address)
         resolved = await self.plain._resolve_address_nocp(address, local=False)
-        if not 0 <= resolved[1] <= _LAST_PORT:
-            return await super().connect(resolved)  # raises what Trio raises
+        if not 0 <= resolved[1] <= _LAST_PORT or any(resolved[2:]):
+            # Otherwise without this check, which may take a descriptor.
+            await _checked_call(partial(_closed_socket(self.plain.family).connect, resolved))
         return await self._connect(resolved, bound=self.is_bound)
 
     @property
