@@ -116,7 +116,11 @@ VALUES: Final[dict[str, Callable[[], Any]]] = {
 }
 
 
-FLAGS: Final = {name: getattr(stdlib, name) for name in dir(stdlib) if name.startswith("MSG_")}
+FLAGS: Final = {
+    name: getattr(stdlib, name)
+    for name in dir(stdlib)
+    if name.startswith("MSG_") and name != "MSG_ERRQUEUE"  # docs/programs.md
+}
 _INTEGERS: Final = (
     "None", "text", "bytes", "fraction", "zero", "one", "minus-one", "99", "C-int-too-large",
     "huge", "too-huge", "true", "index", "wrong-index", "subclass", "number", "object", "list",
@@ -202,8 +206,8 @@ Rows = dict[str, Call]
 
 LISTED: Final = re.compile(
     # MSG_ERRQUEUE, which is a bit of -1
-    r"recv.*-MSG_ERRQUEUE-.*|recv(msg)?-0x2000|recv(from)?-1-minus-one|recv(from)?_into-2-minus-one"
-    r"|(sendto-1|sendmsg-2)-minus-one"  # MSG_FASTOPEN
+    r"recv(from)?-1-minus-one|recv(from)?_into-2-minus-one"
+    r"|sendto-1-minus-one"  # MSG_FASTOPEN
     r"|(detach|dup)-(0-arguments|all-named)"
     r"|receive_some-0-(index|wrong-index|huge|too-huge)"
     r"|send_all-0-strided-view"
@@ -234,7 +238,7 @@ def _odd_values(methods: dict[str, Any]) -> Iterator[tuple[str, Call]]:
                 made = [*usual[:position], VALUES[name], *usual[position + 1 :]]
                 yield f"{method}-{position}-{name}", _call(method, *made)
                 # Without the later arguments, which have defaults.
-                if position + 1 < len(usual):
+                if position + 1 < len(usual) and name in ("None", "one", "index", "huge"):
                     yield f"{method}-{position}-{name}-only", _call(method, *made[: position + 1])
 
 
@@ -280,9 +284,12 @@ def _without_data(call: Call) -> Call:
     return receive
 
 
+_ERROR_QUEUE: Final = 13  # the bit MSG_ERRQUEUE: docs/programs.md
+
+
 def _bits() -> Iterator[tuple[str, Call]]:
     """Each bit of the flags, with and without a meaning."""
-    for bit in map(_always, (1 << number for number in range(31))):
+    for bit in map(_always, (1 << number for number in range(31) if number != _ERROR_QUEUE)):
         for method in ("recv", "send"):
             yield f"{method}-{bit():#x}", _call(method, METHODS[method][0][0], bit)
         for method in ("recvmsg", "sendmsg"):
@@ -531,8 +538,17 @@ async def outcome(
     return found[0] if found else ("awaited", "waits")
 
 
-async def _drained(sock: Any, describe: Comparison) -> object:
-    return await outcome(lambda sock: sock.recv(100), sock, describe)
+async def _left(ends: Ends, describe: Comparison) -> object:
+    """What is left to read at both ends."""
+    left: dict[str, object] = {}
+
+    async def read(name: str) -> None:
+        left[name] = await outcome(lambda sock: sock.recv(100), getattr(ends, name), describe)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read, "client")
+        nursery.start_soon(read, "server")
+    return sorted(left.items())
 
 
 async def observe(rows: Rows, state: str, open_place: Any, *, smc: bool) -> dict[str, object]:
@@ -551,12 +567,10 @@ async def observe(rows: Rows, state: str, open_place: Any, *, smc: bool) -> dict
                     if isinstance(what, tuple) and what[0] in _HARMLESS:
                         observed[name] = at, what
                         continue
-                    rest: list[object] = []
+                    rest: object = None
                     if state not in ("new", "listening", "closed", "open"):
                         await here.settle()
-                        rest = [
-                            await _drained(each, describe) for each in (here.client, here.server)
-                        ]
+                        rest = await _left(here, describe)
                     observed[name] = at, what, rest
                     break
     return observed
@@ -657,4 +671,5 @@ def test_addresses_of_ipv6(state: str) -> None:
 
 @pytest.mark.parametrize("state", ["connected", "shut"])
 def test_flags(state: str) -> None:
-    compare(FLAG_ROWS, state)
+    rows = {name: call for name, call in FLAG_ROWS.items() if state == "connected" or "int" in name}
+    compare(rows, state)

@@ -251,7 +251,8 @@ class DropInSocket(trio.socket.SocketType):
         if optname == _NO_PORT_AT_BIND and level == _IP:
             # Only stored, not set: a client announces its port to processes of this host before it
             # connects, so it must get the port at bind.
-            _check_option(level, optname, value, optlen)
+            if type(value) is not int or optlen is not None:
+                _check_option(level, optname, value, optlen)
             self._no_port_at_bind = int(bool(integer(value)))
         else:
             self._side.setsockopt(level, optname, value, optlen)
