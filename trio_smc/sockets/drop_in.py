@@ -1478,7 +1478,7 @@ def _check_option(level: int, optname: int, value: int | Buffer | None, optlen: 
 
 
 def _listed(values: Iterable[_Value], check: Callable[[], object]) -> list[_Value]:
-    """The list of an argument, which may be an iterator; ``check`` raises if it is neither."""
+    """The list of an argument, which may be an iterator; ``check`` raises if it is not iterable."""
     try:
         iterator = iter(values)
     except TypeError:
