@@ -539,7 +539,7 @@ async def outcome(
 
 
 async def _left(ends: Ends, describe: Comparison) -> object:
-    """What is left to read at both ends."""
+    """The data that is left to read at both ends."""
     left: dict[str, object] = {}
 
     async def read(name: str) -> None:
