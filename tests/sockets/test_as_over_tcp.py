@@ -42,7 +42,7 @@ class OpenEnds(Protocol):
     def __call__(self, *, smc: bool) -> AbstractAsyncContextManager[Ends]: ...
 
 
-_LINGER_0: Final = stdlib.SOL_SOCKET, stdlib.SO_LINGER, struct.pack("ii", 1, 0)
+LINGER_0: Final = stdlib.SOL_SOCKET, stdlib.SO_LINGER, struct.pack("ii", 1, 0)
 _QUIET: Final = 0.002
 """Seconds without a runnable task after which a call counts as waiting."""
 
@@ -633,12 +633,12 @@ async def _peer_closes(ends: Ends) -> None:
 
 
 async def _peer_resets(ends: Ends) -> None:
-    ends.client.setsockopt(*_LINGER_0)
+    ends.client.setsockopt(*LINGER_0)
     ends.client.close()
 
 
 async def _resets(ends: Ends) -> None:
-    ends.server.setsockopt(*_LINGER_0)
+    ends.server.setsockopt(*LINGER_0)
     ends.server.close()
 
 
@@ -915,7 +915,7 @@ for _close in (_close_socket, _close_stream, _close_forcefully, _leave_block, _c
 
         async def _reset(ends: Ends, close: Any = _close, through: str = _through) -> None:
             sock = ends.client if through == "the-socket" else trio.SocketStream(ends.client)
-            sock.setsockopt(*_LINGER_0)
+            sock.setsockopt(*LINGER_0)
             await close(ends.client)
             await ends.settle()
             await ends.record(ends.server.recv, 10)
@@ -934,7 +934,7 @@ for _name, _directions in _SHUTDOWNS.items():
     async def _collect(ends: Ends, shut: tuple[int, ...] = _directions) -> None:
         for how in shut:
             ends.client.shutdown(how)
-        ends.client.setsockopt(*_LINGER_0)
+        ends.client.setsockopt(*LINGER_0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             ends.client = None
@@ -950,7 +950,7 @@ for _name, _directions in _SHUTDOWNS.items():
 
 @case
 async def inherit_linger_0(ends: Ends) -> None:
-    ends.listener.setsockopt(*_LINGER_0)
+    ends.listener.setsockopt(*LINGER_0)
     client = trio.socket.socket()
     async with trio.open_nursery() as nursery:
         accepted: list[Any] = []
@@ -1005,7 +1005,7 @@ async def _close_with_unread_data(ends: Ends) -> None:
 
 
 async def _close_with_linger_0(ends: Ends) -> None:
-    ends.server.setsockopt(*_LINGER_0)
+    ends.server.setsockopt(*LINGER_0)
     ends.server.close()
 
 
@@ -1211,7 +1211,7 @@ def _shut_writing(ends: Ends) -> None:
 
 
 def _be_reset(ends: Ends) -> None:
-    ends.server.setsockopt(*_LINGER_0)
+    ends.server.setsockopt(*LINGER_0)
     ends.server.close()
 
 

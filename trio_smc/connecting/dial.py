@@ -280,7 +280,7 @@ def _nothing_connected(named: tuple[str, int], errors: list[OSError]) -> OSError
 def _cause_text(error: OSError) -> str:
     """The text of an error without the error's number and without the address."""
     text = error.strerror or str(error)
-    if error.errno and text.startswith((_TRIOS_PREFIX, _CANNOT_CONNECT)):
+    if error.errno and text.startswith((_TRIOS_PREFIX, _CANNOT_CONNECT, os.strerror(error.errno))):
         text = os.strerror(error.errno)
         text = text[:1].lower() + text[1:]
     return text
@@ -329,6 +329,8 @@ async def _connect(stack: DialHost, attempt: Attempt, address: Any) -> None:
             return
         error = bare.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR)
         error = error or errno.EINPROGRESS
+    elif error:
+        raise OSError(error, os.strerror(error))
     if error == errno.EINPROGRESS:
         with stack.call():
             await wait_writable(bare)

@@ -57,6 +57,7 @@ from trio_smc.host.platform import is_supported
 from trio_smc.host.real_time import move_on_after, move_on_at
 from trio_smc.host.tcp import SocketIdentity, backlog, queued
 from trio_smc.rnic.spinner import AcceptSpin
+from trio_smc.streams.parking import BUSY_DESCRIPTOR
 from trio_smc.streams.rdma_stream import RdmaStream
 
 if TYPE_CHECKING:
@@ -762,7 +763,7 @@ class SmcListener(trio.abc.Listener["SmcStream"]):
 
 
 def _busy() -> trio.BusyResourceError:
-    return trio.BusyResourceError("another task is accepting")
+    return trio.BusyResourceError(BUSY_DESCRIPTOR)
 
 
 async def _serve_one(handler: Callable[[SmcStream], Awaitable[object]], incoming: Incoming) -> None:

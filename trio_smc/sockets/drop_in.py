@@ -33,9 +33,9 @@ docs/programs.md lists all differences from TCP.
 
 from __future__ import annotations
 
+import builtins
 import errno
 import logging
-import operator
 import os
 import socket as stdlib_socket
 import struct
@@ -46,6 +46,7 @@ from contextvars import copy_context
 from enum import Enum
 from functools import lru_cache, partial
 from io import BytesIO
+from operator import index
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
 
 import trio
@@ -59,12 +60,15 @@ from trio_smc.connecting.listener import Incoming, SmcListener, WaitEnded
 from trio_smc.host.mapped import PIECE, copies_of, may_fault, store
 from trio_smc.host.tcp import CLOSE, tcp_state
 from trio_smc.sockets.exposed import NUMBERS, expose, owners_of
+from trio_smc.streams.parking import BUSY_DESCRIPTOR
 from trio_smc.streams.rdma_stream import SENT_EOF, RdmaStream
 from trio_smc.streams.socket_options import integer
 from trio_smc.streams.stream import byte_view
 from trio_smc.streams.tcp_stream import TcpStream
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from typing_extensions import Buffer
 
     from trio_smc._stack import Stack
@@ -106,10 +110,18 @@ _SHUTDOWNS: Final = frozenset(
     {stdlib_socket.SHUT_RD, stdlib_socket.SHUT_WR, stdlib_socket.SHUT_RDWR}
 )
 
-_TOO_LARGE: Final = sys.maxsize
+_LARGE: Final = 1 << 30
+"""Bytes: the standard library may lack the memory for as many."""
+_NO_FLAGS: Final = 0
+"""Compared by identity, which is one step: `None` and `0.0` are wrong flags."""
 _LAST_PORT: Final = 0xFFFF
 _Result = TypeVar("_Result")
-_STREAM_ERRORS: Final = (trio.ClosedResourceError, trio.BrokenResourceError)
+_Value = TypeVar("_Value")
+_STREAM_ERRORS: Final = (
+    trio.ClosedResourceError,
+    trio.BrokenResourceError,
+    trio.BusyResourceError,
+)
 
 
 def os_error(number: int) -> OSError:
@@ -173,8 +185,9 @@ class DropInSocket(trio.socket.SocketType):
     @property
     def _sock(self) -> stdlib_socket.socket:
         # AnyIO reads the raw socket from this attribute, and programs get it there.
-        sock = _raw_socket(self.plain)
-        expose(sock, self)
+        sock = self._side.descriptor_socket()
+        if sock.fileno() >= 0:
+            expose(sock, self)
         return sock
 
     @property
@@ -238,6 +251,8 @@ class DropInSocket(trio.socket.SocketType):
         if optname == _NO_PORT_AT_BIND and level == _IP:
             # Only stored, not set: a client announces its port to processes of this host before it
             # connects, so it must get the port at bind.
+            if type(value) is not int or optlen is not None:
+                _check_option(level, optname, value, optlen)
             self._no_port_at_bind = int(bool(integer(value)))
         else:
             self._side.setsockopt(level, optname, value, optlen)
@@ -403,10 +418,18 @@ class DropInSocket(trio.socket.SocketType):
         if isinstance(side, OverSmc):
             self._side = Closed(side)
 
+    def __copy__(self) -> Self:
+        return self  # copies of Trio's socket share its connection, too
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        exc_type: builtins.type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     # --- descriptors -------------------------------------------------------------------------
@@ -719,21 +742,29 @@ class Unconnected(Side):
     # net.ipv4.tcp_fastopen is off, so programs are prepared for it.
 
     async def sendto(self, *arguments: Any) -> int:
-        if len(arguments) == 3 and isinstance(arguments[1], int) and arguments[1] & _FAST_OPEN:
+        if len(arguments) == 3 and self._would_connect(arguments[1]):
             unsupported()
         return await super().sendto(*arguments)
 
     async def sendmsg(self, buffers: Any, ancdata: Any, flags: int, address: Any) -> int:
-        if flags & _FAST_OPEN:
+        # Without an address, and with the sign, which is MSG_CMSG_COMPAT, the kernel raises EINVAL.
+        if address is not None and self._would_connect(flags) and flags >= 0:
             unsupported()
         return await super().sendmsg(buffers, ancdata, flags, address)
+
+    def _would_connect(self, flags: int) -> bool:
+        try:
+            return bool(index(flags) & _FAST_OPEN) and not self._listening
+        except Exception:
+            return False  # the plain socket raises the error
 
     async def connect(self, address: Any) -> SmcStream | None:
         if self._listening:
             return await super().connect(address)
         resolved = await self.plain._resolve_address_nocp(address, local=False)
-        if not 0 <= resolved[1] <= _LAST_PORT:
-            return await super().connect(resolved)  # raises what Trio raises
+        if not 0 <= resolved[1] <= _LAST_PORT or any(resolved[2:]):
+            # Otherwise without this check, which may take a descriptor.
+            await _checked_call(partial(_closed_socket(self.plain.family).connect, resolved))
         return await self._connect(resolved, bound=self.is_bound)
 
     @property
@@ -996,12 +1027,17 @@ class OverSmc(Side):
         return self.stream.socket.getpeername()
 
     def getsockopt(self, level: int, optname: int, buflen: int | None) -> Any:
-        return self.stream.getsockopt(level, optname, buflen or 0)
+        more = () if buflen is None else (buflen,)
+        _checked(partial(_closed_socket().getsockopt, level, optname, *more))
+        return self.stream.getsockopt(index(level), index(optname), index(buflen or 0))
 
     def setsockopt(
         self, level: int, optname: int, value: int | Buffer | None, optlen: int | None
     ) -> None:
-        self.stream.setsockopt(level, optname, value, optlen)
+        _check_option(level, optname, value, optlen)
+        with suppress(TypeError):
+            value = index(value)  # type: ignore[arg-type]
+        self.stream.setsockopt(index(level), index(optname), value, optlen)
 
     def is_readable(self) -> bool:
         return self.stream.is_readable()
@@ -1009,20 +1045,25 @@ class OverSmc(Side):
     # --- receiving ---------------------------------------------------------------------------
 
     async def recv(self, buflen: int, flags: int) -> bytes:
-        if type(buflen) is int and 0 < buflen < _TOO_LARGE and not flags:
+        if type(buflen) is int and 0 < buflen < _LARGE and flags is _NO_FLAGS:
             try:
                 return await self.stream.receive_some(buflen)
-            except _STREAM_ERRORS as error:
-                self._raise_socket_error(error)
             except trio.BusyResourceError:
                 pass  # an error only if this call has to wait, too
+            except _STREAM_ERRORS as error:
+                self._raise_socket_error(error)
         checked = await _checked_call(partial(_closed_socket().recv, buflen, flags))
         if checked is not None:
             await trio.lowlevel.checkpoint()
             return checked  # as the standard library: 0 bytes were requested
-        return await self._receive(partial(self._take, buflen, flags), flags)
+        flags = index(flags)
+        return await self._receive(partial(self._take, index(buflen), flags), flags)
 
     async def recv_into(self, buffer: Buffer, nbytes: int, flags: int) -> int:
+        if type(nbytes) is not int or type(flags) is not int:
+            await _checked_call(partial(_closed_socket().recv_into, buffer, nbytes, flags))
+            nbytes, flags = index(nbytes), index(flags)
+
         def take() -> int | None:
             # In each turn, because the program may change the buffer while the call waits.
             if _checked(partial(_closed_socket().recv_into, buffer, nbytes, flags)) is not None:
@@ -1033,9 +1074,14 @@ class OverSmc(Side):
 
     async def recvfrom(self, bufsize: int, flags: int) -> tuple[bytes, Any]:
         await _checked_call(partial(_closed_socket().recvfrom, bufsize, flags))
-        return await self._receive(partial(self._take, bufsize, flags), flags), None
+        flags = index(flags)
+        return await self._receive(partial(self._take, index(bufsize), flags), flags), None
 
     async def recvfrom_into(self, buffer: Buffer, nbytes: int, flags: int) -> Any:
+        if type(nbytes) is not int or type(flags) is not int:
+            await _checked_call(partial(_closed_socket().recvfrom_into, buffer, nbytes, flags))
+            nbytes, flags = index(nbytes), index(flags)
+
         def take() -> int | None:
             _checked(partial(_closed_socket().recvfrom_into, buffer, nbytes, flags))
             return self._take_into([buffer], nbytes or memoryview(buffer).nbytes, flags)
@@ -1044,16 +1090,25 @@ class OverSmc(Side):
 
     async def recvmsg(self, bufsize: int, ancbufsize: int, flags: int) -> Any:
         await _checked_call(partial(_closed_socket().recvmsg, bufsize, ancbufsize, flags))
+        bufsize, flags = index(bufsize), index(flags)
         data = await self._receive(partial(self._take, bufsize, flags), flags)
         return data, [], _returned_flags(flags, bufsize), None
 
     async def recvmsg_into(self, buffers: Any, ancbufsize: int, flags: int) -> Any:
-        kept = list(buffers)  # may be an iterator
+        check = _closed_socket().recvmsg_into
+        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            kept = _listed(buffers, partial(check, buffers, ancbufsize, flags))
+            _checked(partial(check, kept, ancbufsize, flags))
+        except Exception:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            raise
+        flags = index(flags)
         room = 0
 
         def take() -> int | None:
             nonlocal room
-            _checked(partial(_closed_socket().recvmsg_into, kept, ancbufsize, flags))
+            _checked(partial(check, kept, ancbufsize, flags))
             if len(kept) > _MOST_BUFFERS:
                 raise os_error(errno.EMSGSIZE)
             room = sum(memoryview(each).nbytes for each in kept)
@@ -1105,11 +1160,16 @@ class OverSmc(Side):
             await trio.lowlevel.checkpoint_if_cancelled()
             data = _joined([data], sys.maxsize if flags & _OUT_OF_BAND else PIECE)
         try:
-            if not flags:
-                return await self.stream.send_some(data)
+            if flags is _NO_FLAGS:
+                try:
+                    return await self.stream.send_some(data)
+                except (TypeError, ValueError, BufferError):
+                    _checked(partial(_closed_socket().send, data))  # with the right text
+                    raise
             await _checked_call(partial(_closed_socket().send, data, flags))
+            flags = index(flags)
             if flags & _FAST_OPEN:
-                raise os_error(errno.EISCONN)
+                self._complete_connect_call()
             if flags & _ZERO_COPY and self.getsockopt(stdlib_socket.SOL_SOCKET, _SO_ZEROCOPY, None):
                 unsupported()  # the program would wait for a completion from the error queue
             if flags & _OUT_OF_BAND and memoryview(data).nbytes:
@@ -1132,9 +1192,15 @@ class OverSmc(Side):
         if address is not None:
             address = await self._resolve(address)
         await trio.lowlevel.checkpoint_if_cancelled()
-        buffers, ancdata = list(buffers), list(ancdata)
-        checks = _closed_socket(self.plain.family)
-        _checked(partial(checks.sendmsg, buffers, ancdata, flags, address))
+        check = _closed_socket(self.plain.family).sendmsg
+        try:
+            buffers = _listed(buffers, partial(check, buffers, ancdata, flags, address))
+            ancdata = _listed(ancdata, partial(check, buffers, ancdata, flags, address))
+            _checked(partial(check, buffers, ancdata, flags, address))
+        except Exception:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            raise
+        flags = index(flags)
         if len(buffers) > _MOST_BUFFERS:
             raise os_error(errno.EMSGSIZE)
         for level, kind, _ in () if self.stream.write_shut else ancdata:
@@ -1165,6 +1231,8 @@ class OverSmc(Side):
 
     def _raise_socket_error(self, error: Exception, *, sending: bool = False) -> NoReturn:
         """Raise the error of a socket for an error of a stream."""
+        if isinstance(error, trio.BusyResourceError):
+            raise trio.BusyResourceError(BUSY_DESCRIPTOR) from None
         if not isinstance(error, trio.ClosedResourceError):
             number = getattr(error.__cause__, "errno", None) or errno.ECONNRESET
         elif sending and self._closed and error.args == (SENT_EOF,):
@@ -1205,6 +1273,11 @@ class OverSmc(Side):
         address = await self._resolve(address)
         await trio.lowlevel.checkpoint()
         _checked(partial(_closed_socket(self.plain.family).connect, address))
+        self._complete_connect_call()
+        return None
+
+    def _complete_connect_call(self) -> None:
+        """Do what connect(2) does on a connected socket."""
         if self._connect_call is _ConnectCall.PENDING and self.stream.write_shut:
             self._connect_call = _ConnectCall.COMPLETE  # `send_eof` of the stream has completed it
         if self._connect_call is not _ConnectCall.PENDING:
@@ -1213,7 +1286,6 @@ class OverSmc(Side):
         if self.stream.has_ended:
             pending = self.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ERROR, None)
             raise os_error(pending or errno.ECONNABORTED)
-        return None
 
     async def bind(self, address: Any) -> None:
         address = await self._resolve(address, local=True)
@@ -1239,7 +1311,9 @@ class OverSmc(Side):
     # --- ending ------------------------------------------------------------------------------
 
     def shutdown(self, flag: int) -> None:
-        if operator.index(flag) not in _SHUTDOWNS:
+        _checked(partial(_closed_socket().shutdown, flag))
+        flag = index(flag)
+        if flag not in _SHUTDOWNS:
             raise os_error(errno.EINVAL)
         pending = self._connect_call is _ConnectCall.PENDING
         if self.stream.has_ended:
@@ -1373,7 +1447,11 @@ def _closed_socket(family: int = stdlib_socket.AF_INET) -> stdlib_socket.socket:
 async def _checked_call(call: Callable[[], _Result]) -> _Result | None:
     """`_checked` for a call of Trio's socket, which looks for a cancellation first."""
     await trio.lowlevel.checkpoint_if_cancelled()
-    return _checked(call)
+    try:
+        return _checked(call)
+    except Exception:
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        raise
 
 
 def _checked(call: Callable[[], _Result]) -> _Result | None:
@@ -1391,6 +1469,22 @@ def _checked(call: Callable[[], _Result]) -> _Result | None:
         if error.errno != errno.EBADF:
             raise
         return None
+
+
+def _check_option(level: int, optname: int, value: int | Buffer | None, optlen: int | None) -> None:
+    """Check the arguments of setsockopt as Trio and the standard library do."""
+    checks: Any = _make_closed(stdlib_socket.AF_INET)
+    _checked(partial(checks.setsockopt, level, optname, value, optlen))
+
+
+def _listed(values: Iterable[_Value], check: Callable[[], object]) -> list[_Value]:
+    """The list of an argument, which may be an iterator; ``check`` raises if it is not iterable."""
+    try:
+        iterator = iter(values)
+    except TypeError:
+        check()
+        raise
+    return list(iterator)
 
 
 def _store(data: bytes, buffers: Sequence[Buffer]) -> None:
@@ -1487,20 +1581,24 @@ class DropInFactory(trio.abc.SocketFactory):
         self._find_config = find_config
 
     def socket(
-        self, family: int | None = None, type: int | None = None, proto: int | None = None
+        self,
+        family: int | None = stdlib_socket.AF_INET,
+        type: int | None = stdlib_socket.SOCK_STREAM,
+        proto: int | None = 0,
     ) -> trio.socket.SocketType:
         """Create a drop-in socket for TCP, or a socket of Trio for other protocols.
 
         Raises:
           SmcUnavailable: the protocol is MPTCP, and `Config.require_smc` is set.
         """
-        family = stdlib_socket.AF_INET if family is None else family
-        type = stdlib_socket.SOCK_STREAM if type is None else type
-        proto = 0 if proto is None else proto
         if proto == _MPTCP and self._find_config().require_smc:
             raise SmcUnavailable(_MULTIPATH)
-        plain = _make_plain(stdlib_socket.socket(family, type, proto))
-        return DropInSocket(plain, self._find_stack) if _is_tcp(family, type, proto) else plain
+        # None is wrong here, as for Trio, which always passes all three.
+        raw = stdlib_socket.socket(family, type, proto)  # type: ignore[arg-type]
+        plain = _make_plain(raw)
+        if _is_tcp(raw.family, raw.type, raw.proto):
+            return DropInSocket(plain, self._find_stack)
+        return plain
 
     def wrap(self, sock: stdlib_socket.socket) -> trio.socket.SocketType:
         """As `trio.socket.from_stdlib_socket`, with a drop-in socket for TCP.

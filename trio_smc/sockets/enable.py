@@ -272,7 +272,7 @@ def _with_hand_out(serve_listeners: Callable[..., Awaitable[Any]]) -> Callable[.
         handler_nursery: trio.Nursery | None = None,
         task_status: trio.TaskStatus[list[Any]] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        if not listeners or not all(_is_drop_in_listener(each) for each in listeners):
+        if not _are_drop_in_listeners(listeners):
             await serve_listeners(
                 handler, listeners, handler_nursery=handler_nursery, task_status=task_status
             )
@@ -283,6 +283,15 @@ def _with_hand_out(serve_listeners: Callable[..., Awaitable[Any]]) -> Callable[.
             task_status.started(listeners)
 
     return serve_by_hand_out
+
+
+def _are_drop_in_listeners(listeners: object) -> bool:
+    # Trio's function serves listeners of an iterator, and explains what is wrong with others.
+    return (
+        isinstance(listeners, (list, tuple))
+        and bool(listeners)
+        and all(map(_is_drop_in_listener, listeners))
+    )
 
 
 def _is_drop_in_listener(listener: object) -> bool:

@@ -37,12 +37,23 @@ if TYPE_CHECKING:
     from trio_smc.rnic.pump import Pump
     from trio_smc.stack.budget import Budget
 
-__all__ = ["BROKEN", "CLOSED", "CLOSED_MEANWHILE", "Busy", "Parking"]
+__all__ = [
+    "BROKEN",
+    "BUSY_DESCRIPTOR",
+    "BUSY_SENDING",
+    "CLOSED",
+    "CLOSED_MEANWHILE",
+    "Busy",
+    "Parking",
+    "SocketBusy",
+]
 
 # Texts of Trio for its `SocketStream`, which programs compare.
 CLOSED: Final = "this socket was already closed"
 CLOSED_MEANWHILE: Final = "another task closed this fd"
 BROKEN: Final = "socket connection broken: {}"
+BUSY_DESCRIPTOR: Final = "another task is already reading / writing this fd"
+BUSY_SENDING: Final = "another task is currently sending data on this SocketStream"
 
 # Looked up once, because each call needs them.
 _sleep: Final = trio.lowlevel.wait_task_rescheduled
@@ -72,17 +83,19 @@ class Busy:
       gets the same error.
 
     Args:
-      doing: what the other task does, for the message of the error.
+      message: of the error.
 
     Attributes:
       taken: a task is in such a call.
+      by_socket: that call is one of a socket, in `SocketBusy`.
     """
 
-    __slots__ = ("_doing", "taken")
+    __slots__ = ("_message", "by_socket", "taken")
 
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
+    def __init__(self, message: str) -> None:
+        self._message = message
         self.taken = False
+        self.by_socket = False
 
     def __enter__(self) -> None:
         if self.taken:
@@ -94,7 +107,27 @@ class Busy:
 
     def error(self) -> trio.BusyResourceError:
         """The error that the second task gets."""
-        return trio.BusyResourceError(f"another task {self._doing} on this stream")
+        return trio.BusyResourceError(BUSY_DESCRIPTOR if self.by_socket else self._message)
+
+
+class SocketBusy:
+    """`Busy` for a call of a socket that waits.
+
+    Trio's stream refuses a second call of the stream.  Below it, the descriptor refuses a second
+    wait, so a call of the stream that need not wait succeeds beside a call of the socket.
+    """
+
+    __slots__ = ("_busy",)
+
+    def __init__(self, busy: Busy) -> None:
+        self._busy = busy
+
+    def __enter__(self) -> None:
+        self._busy.__enter__()
+        self._busy.by_socket = True
+
+    def __exit__(self, *_: object) -> None:
+        self._busy.taken = self._busy.by_socket = False
 
 
 def _mark() -> None:

@@ -28,7 +28,16 @@ from trio_smc._base.interrupts import ki_protected
 from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc.host.mapped import PIECE, copies_of, may_fault, store
-from trio_smc.streams.parking import BROKEN, CLOSED, CLOSED_MEANWHILE, Busy, Parking
+from trio_smc.streams.parking import (
+    BROKEN,
+    BUSY_DESCRIPTOR,
+    BUSY_SENDING,
+    CLOSED,
+    CLOSED_MEANWHILE,
+    Busy,
+    Parking,
+    SocketBusy,
+)
 from trio_smc.streams.socket_options import StreamOptions
 from trio_smc.streams.stream import (
     NO_MORE_URGENT,
@@ -102,6 +111,7 @@ _DEFAULT_RECEIVE: Final = 131072
 takes if no size is given"."""
 # Trio's texts: programs compare them.
 SENT_EOF: Final = "can't send data after sending EOF"
+_CLOSED_WITHOUT_DATA: Final = "socket was already closed"
 # Looked up once, because each call needs them.
 _yield: Final = trio.lowlevel.cancel_shielded_checkpoint
 _check_cancelled: Final = trio.lowlevel.checkpoint_if_cancelled
@@ -161,9 +171,10 @@ class RdmaStream(SmcStream):
         self._closed = False
         self._read_shut = False  # closed, or shut down for reading
         self.write_shut: bool = False
-        self._sending = Busy("is sending")
-        self._receiving = Busy("is receiving")
-        self._taking_urgent = Busy("waits for urgent data")
+        self._sending = Busy(BUSY_SENDING)
+        self._socket_sending = SocketBusy(self._sending)
+        self._receiving = Busy(BUSY_DESCRIPTOR)
+        self._taking_urgent = Busy(BUSY_DESCRIPTOR)
         self._options = StreamOptions(
             core,
             endpoint.group,
@@ -216,7 +227,8 @@ class RdmaStream(SmcStream):
         """
         sending = self._sending
         if sending.taken:  # inlined `Busy`
-            raise self._second_send_error()
+            await self._send_beside_another(data)
+            return
         sending.taken = True
         try:
             try:
@@ -320,7 +332,7 @@ class RdmaStream(SmcStream):
                 sent = self._translating(send, view)
                 if not sent:
                     del view
-                    with self._sending:
+                    with self._socket_sending:
                         parked = await self._parking.writer() or parked
         except Exception:
             await self._parking.end_failed_call(parked)
@@ -387,11 +399,14 @@ class RdmaStream(SmcStream):
         self._pump.drain_if_pending()
         self._core.notice_tcp_reset()
 
-    def _second_send_error(self) -> Exception:
-        """The error of a send beside another call; as Trio's stream, first that of a shutdown."""
+    async def _send_beside_another(self, data: Buffer) -> None:
+        """A send beside another call: an error, unless that call is one of the socket, and there is
+        no data.  As with Trio's stream, the error of a shutdown comes first."""
         if self.write_shut:
-            return trio.ClosedResourceError(SENT_EOF)
-        return self._sending.error()
+            raise trio.ClosedResourceError(SENT_EOF)
+        if not self._sending.by_socket or memoryview(data).nbytes:
+            raise self._sending.error()
+        await trio.lowlevel.checkpoint()
 
     def _check_open(self, *, waited: bool = False) -> None:
         """``waited``: the call has waited, so another task has closed the stream meanwhile."""
@@ -403,7 +418,7 @@ class RdmaStream(SmcStream):
         if self.write_shut:
             raise trio.ClosedResourceError(SENT_EOF) from None
         if not memoryview(data).nbytes and self._closed:  # type: ignore[arg-type]
-            raise trio.ClosedResourceError(CLOSED) from None
+            raise trio.ClosedResourceError(_CLOSED_WITHOUT_DATA) from None
 
     def _check_open_for_sending(self) -> None:
         if self._closed or self._core.write_closed:
@@ -412,7 +427,8 @@ class RdmaStream(SmcStream):
     async def wait_send_all_might_not_block(self) -> None:
         """Wait until `send_all` might not block; see `trio.abc.SendStream`."""
         with self._sending:
-            self._check_open()
+            if self._closed:
+                raise trio.ClosedResourceError  # as Trio, without a text
             await _check_cancelled()
             core = self._core
             self._check_open()
@@ -430,7 +446,7 @@ class RdmaStream(SmcStream):
         self._check_open()
         parked = False
         while not (core.sender.can_send or core.write_closed or core.got_closed or core.error):
-            with self._sending:
+            with self._socket_sending:
                 parked = await self._parking.writer() or parked
             self._check_open(waited=True)
         await self._parking.end_call(parked)
@@ -440,7 +456,7 @@ class RdmaStream(SmcStream):
 
         Idempotent, also if the stream was closed in between.
         """
-        with self._sending:
+        with contextlib.nullcontext() if self._sending.by_socket else self._sending:
             await trio.lowlevel.checkpoint()
         if not self.write_shut:
             self.shut_down_writing()

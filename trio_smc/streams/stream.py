@@ -55,12 +55,24 @@ STILL_IN_USE: Final = (
 )
 
 
+_TOO_FEW: Final = "max_bytes must be >= 1"
+
+
 def checked_size(max_bytes: int) -> int:
-    """``max_bytes`` as an integer.  Raises ValueError if it is not positive."""
-    max_bytes = operator.index(max_bytes)
-    if max_bytes < 1:
-        raise ValueError("max_bytes must be >= 1")
-    return max_bytes
+    """``max_bytes`` as an integer.
+
+    Raises:
+      ValueError, TypeError: as from Trio's stream, which compares first.
+    """
+    try:
+        size = operator.index(max_bytes)
+    except TypeError:
+        if max_bytes < 1:
+            raise ValueError(_TOO_FEW) from None
+        raise
+    if size < 1:
+        raise ValueError(_TOO_FEW)
+    return size
 
 
 class SmcSocket:

@@ -17,7 +17,7 @@ from trio_smc._base.reasons import Fallback, Mode
 from trio_smc._base.statistics import StreamStatistics
 from trio_smc._base.waits import notify_closing, wait_readable
 from trio_smc.host.tcp import carried_bytes, close_with_reset, unread_bytes
-from trio_smc.streams.parking import BROKEN, CLOSED, Busy
+from trio_smc.streams.parking import BROKEN, BUSY_DESCRIPTOR, BUSY_SENDING, CLOSED, Busy
 from trio_smc.streams.stream import (
     NO_MORE_URGENT,
     STILL_IN_USE,
@@ -80,7 +80,7 @@ class TcpStream(SmcStream):
         self.accepted: Any = accepted
         self.fallback: Fallback | None = fallback
         self._on_release: Callable[[TcpStream], None] | None = on_release
-        self.viewing: Busy = Busy("is receiving")
+        self.viewing: Busy = Busy(BUSY_DESCRIPTOR)
         # The bytes of CLC messages, which are not counted as data of the application.
         self._handshake_bytes = _bytes_so_far(sock) if clc_begun else (0, 0)
         self._carried = self._handshake_bytes
@@ -273,8 +273,8 @@ class TcpUrgent:
     def __init__(self, sock: trio.socket.SocketType) -> None:
         self._sock = sock
         self._epoll: select.epoll | None = None
-        self.sending = Busy("is sending")
-        self._waiting = Busy("waits for urgent data")
+        self.sending = Busy(BUSY_SENDING)
+        self._waiting = Busy(BUSY_DESCRIPTOR)
 
     def wake_waiter(self) -> None:
         """Call before the socket is closed: wakes the waiting task."""
