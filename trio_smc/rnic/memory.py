@@ -1,9 +1,9 @@
 """Memory that peers write into: a sealed memfd, so that another process can map the same pages.
 
 `Memory` belongs to this process.  `PeerMemory` belongs to a peer and is mapped from a descriptor
-that was received over a socket.  A mapping needs no descriptor.  But before Python 3.13 `mmap.mmap`
-always keeps a copy of the descriptor that it gets, and a server with hundreds of link groups would
-run out of descriptors (`map_descriptor`).
+that was received over a socket.  A mapping needs no descriptor.  But `mmap.mmap` keeps a copy of
+the descriptor that it gets, before Python 3.13 in any case, and a server with hundreds of link
+groups would run out of descriptors (`map_descriptor`).
 
 Theory of operation: progress words
 -----------------------------------
@@ -22,6 +22,10 @@ If the system refuses the page (`host.overcommit`), SIGBUS kills the process tha
 the owner allocates all pages in advance (`Memory.commit`): the pages of a ring when the ring is
 created, those of an RMB element when a connection gets the element.  Pages that `Memory.wipe` has
 given back to the system must be allocated again.
+
+A mapping is larger than the pages that it uses: an RMB of 1 GiB may have one page.  A core dump
+would allocate the others, and a system that gives shared memory huge pages ("shmem_enabled") would
+take one for a byte, so `map_descriptor` excludes both by madvise(2).
 """
 
 from __future__ import annotations
@@ -74,6 +78,8 @@ if sys.platform == "linux":  # other systems have no RNIC, and no caller
     _mmap.argtypes = [
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
     ]  # fmt: skip
+    _munlock = _libc.munlock
+    _munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     # In musl fallocate takes 64-bit offsets, and there is no fallocate64.
     _fallocate = getattr(_libc, "fallocate64", None) or _libc.fallocate
     _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -102,13 +108,16 @@ def _address(mapping: mmap.mmap) -> int:
 
 
 def map_descriptor(fd: int, size: int) -> mmap.mmap:
-    """A shared mapping that keeps no descriptor.  Raises OSError, ValueError, OverflowError."""
-    if sys.version_info >= (3, 13):
-        return mmap.mmap(fd, size, trackfd=False)
+    """A shared mapping that keeps no descriptor, and whose untouched pages take no memory.
+
+    Raises OSError, ValueError, OverflowError.
+    """
     # Map one anonymous page, replace it by the file's first page, and add the rest by mremap(2).
     # A placeholder of the full size would count against the commit limit, unlike shared memory:
     # if vm.overcommit_memory is 2, MAP_NORESERVE has no effect.  A placeholder of PROT_NONE would
     # not count, but its `mmap` object would be read-only.
+    # A program may have locked its memory (mlockall(2), MCL_FUTURE).  Then mmap(2) allocates all
+    # pages of a mapping, but mremap(2) none of a mapping that is unlocked.
     first = min(size, mmap.PAGESIZE)
     mapping = mmap.mmap(-1, first, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -117,7 +126,11 @@ def map_descriptor(fd: int, size: int) -> mmap.mmap:
         if _mmap(address, first, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
             raise _last_error()
         if size > first:
+            _munlock(address, first)
             mapping.resize(size)
+        for advice in (mmap.MADV_DONTDUMP, mmap.MADV_NOHUGEPAGE):
+            with contextlib.suppress(OSError):  # a system that does not know it
+                mapping.madvise(advice)
     except BaseException:
         mapping.close()
         raise
