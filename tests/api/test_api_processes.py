@@ -228,6 +228,36 @@ async def test_a_forked_child_that_keeps_running_touches_nothing(how: str, held:
     assert await run(LASTING_CHILD, how, held) == "the parent continues\n"
 
 
+DAEMON = """
+    import os
+    import trio, trio_smc
+
+    async def main():
+        [listener] = await trio_smc.open_listeners(0, host="127.0.0.1")
+        async with await trio_smc.open_stream(*listener.socket.getsockname()) as stream:
+            other = await listener.accept()
+            for _ in range(3):
+                if os.fork():
+                    assert os.wait()[1] == 0
+                    break
+            else:
+                os._exit(0)
+            if os.getpid() != parent:
+                os._exit(0)
+            await other.send_all(b"the parent continues")
+            print(str(await stream.receive_some(), "ascii"))
+            await other.aclose()
+        await listener.aclose()
+
+    parent = os.getpid()
+    trio.run(main)
+"""
+
+
+async def test_children_of_forked_children_say_nothing() -> None:
+    assert await run(DAEMON) == "the parent continues\n"
+
+
 FORK_BETWEEN_RUNS = """
     import os
     import trio, trio_smc

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -392,3 +393,26 @@ def test_a_place_for_all_users(tmp_path: Path, mode: int | None, expected: bool)
         place.chmod(mode)
     as_root = os.geteuid() == 0
     assert private_directory.is_for_all_users(str(place)) is (expected and as_root)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the user of the directory must not be root")
+@pytest.mark.parametrize("mask", [0o022, 0o177, 0o277, 0o777])
+def test_a_umask_takes_the_directory_from_no_other_process(mask: int) -> None:
+    """Root would get in whatever the mode is, so another user makes and uses the directories."""
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        path = Path(place) / "private"
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException):
+                os.setgroups([])
+                os.setresgid(65534, 65534, 65534)
+                os.setresuid(65534, 65534, 65534)
+                os.umask(mask)
+                made = PrivateDirectory.open(path, create=True).below("tcp/1", create=True)
+                os.umask(0o022)
+                PrivateDirectory.open(path, create=False).below("tcp/1").listen("name", 1)
+                os._exit(stat.S_IMODE(os.fstat(made.descriptor).st_mode) != 0o700)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700

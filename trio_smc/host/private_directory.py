@@ -326,7 +326,7 @@ class PrivateDirectory:
             if create:
                 # Without parents: a wrong path must not become a new tree of directories.
                 with contextlib.suppress(FileExistsError):
-                    path.mkdir(mode=0o700)
+                    _make_private(path)
             descriptor = os.open(path, _FLAGS)
         except FileNotFoundError:
             if create:
@@ -418,12 +418,12 @@ class PrivateDirectory:
     def _make(self, name: str, *, private: bool = False) -> None:
         """Make a directory in this one, with its final mode.  Raises FileExistsError."""
         if self.group is None:
-            os.mkdir(name, mode=0o700, dir_fd=self.descriptor)
+            _make_private(name, self.descriptor)
             return
         if os.access(name, os.F_OK, dir_fd=self.descriptor, follow_symlinks=False):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
         hidden = f"{_HIDDEN}{name}-{secrets.token_hex(8)}"
-        os.mkdir(hidden, mode=0o700, dir_fd=self.descriptor)
+        _make_private(hidden, self.descriptor)
         try:
             descriptor = os.open(hidden, _FLAGS, dir_fd=self.descriptor)
             try:
@@ -717,6 +717,23 @@ class PrivateDirectory:
 
     def _bind_path(self, name: str) -> str:
         return f"/proc/self/fd/{self.descriptor}/{name}"
+
+
+def _make_private(path: str | Path, directory: int | None = None) -> None:
+    """Make a directory in which only this user can do anything, whatever the umask is.
+
+    Other processes of the user use it, too, and a umask such as 0177 would take it from them.
+
+    directory: the descriptor to which ``path`` is relative.
+    """
+    os.mkdir(path, mode=0o700, dir_fd=directory)
+    descriptor = os.open(path, PATH_FLAGS | os.O_DIRECTORY, dir_fd=directory)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid == os.geteuid() and found.st_mode & 0o700 != 0o700:
+            os.chmod(f"/proc/self/fd/{descriptor}", stat.S_IMODE(found.st_mode) | 0o700)
+    finally:
+        os.close(descriptor)
 
 
 def own_credentials() -> list[tuple[int, int, bytes]]:

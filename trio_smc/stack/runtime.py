@@ -501,8 +501,9 @@ class Runtime:
     def _refuse_connections(self) -> None:
         for endpoint in self.groups.endpoints.values():
             connection = endpoint.connection
-            for part in (connection.receiver, connection.sender, connection):
-                part.__class__ = _IN_FORKED_CHILD[type(part)]
+            if type(connection) in _IN_FORKED_CHILD:  # otherwise this is the child of a child
+                for part in (connection.receiver, connection.sender, connection):
+                    part.__class__ = _IN_FORKED_CHILD[type(part)]
 
 
 async def _run_in_turns(steps: Iterator[None]) -> None:

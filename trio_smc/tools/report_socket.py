@@ -434,6 +434,7 @@ def _new_directory() -> tuple[str, str]:
             trust_directory(place)
             _remove_leftovers(place)
             directory = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
+            os.chmod(directory, 0o700)  # a umask may have taken bits away
         except OSError as error:
             problem = problem or error
             continue
