@@ -254,7 +254,7 @@ DAEMON = """
 """
 
 
-async def test_children_of_forked_children_say_nothing() -> None:
+async def test_children_of_forked_children_print_no_traceback() -> None:
     assert await run(DAEMON) == "the parent continues\n"
 
 

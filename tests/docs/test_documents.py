@@ -84,7 +84,7 @@ async def test_the_echo_examples_talk() -> None:
 
 @pytest.fixture(scope="module")
 def demonstration() -> str:
-    """What the demo prints."""
+    """The output of the demo."""
     return run("-m", "examples.demo", "--mib", "9", "--rounds", "1")
 
 
