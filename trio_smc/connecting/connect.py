@@ -272,7 +272,9 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         if isinstance(outcome, Established):
             wanted = isinstance(announcement, Announcement) and announcement.wanted
             peer = None if wanted else attempt.peer
-            return established_stream(stack, outcome, sock, config, peer, options)
+            # The kernel may complete an IPv6 address, by the scope of its interface.
+            name = attempt.peer if len(attempt.address) == 2 else None
+            return established_stream(stack, outcome, sock, config, peer, options, name)
     return outcome.fallback
 
 
