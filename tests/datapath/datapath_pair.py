@@ -90,11 +90,8 @@ class FakeHost:
     def close_tcp(self, connection: Connection) -> None:
         self.calls.append("close_tcp")
 
-    def has_tcp_bytes(self, connection: Connection) -> bool:
-        return False
-
-    def show_end(self, connection: Connection) -> None:
-        """No-op."""
+    def show_end(self, connection: Connection) -> bool:
+        return True
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         return self.end

@@ -240,7 +240,8 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
         if not attempt.offers and not expected:
             return Fallback.local(rnic)
         return await _decline(stack, attempt, rnic, config)
-    # The Proposal is made before the wait for ACCEPTED, so that it can be sent at once.
+    # Everything that needs no answer is done before the wait for ACCEPTED, while the server works.
+    options = None if attempt.plain is not None else inherited(attempt.bare or sock)
     negotiation = ClientNegotiation(
         host=stack.groups, receive_buffer=config.receive_buffer_for(rnic.kind)
     )
@@ -269,10 +270,13 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
             stack.spinner_for(rnic),
         )  # fmt: skip
         if isinstance(outcome, Established):
-            options = None if attempt.plain is not None else inherited(sock)
             wanted = isinstance(announcement, Announcement) and announcement.wanted
             peer = None if wanted else attempt.peer
-            return established_stream(stack, outcome, sock, config, peer, options)
+            # The kernel may complete an IPv6 address, by the scope of its interface.
+            name = attempt.peer if len(attempt.address) == 2 else None
+            stream = established_stream(stack, outcome, sock, config, peer, options, name)
+            attempt.withdraw_later(stack.pump.flush_later)
+            return stream
     return outcome.fallback
 
 

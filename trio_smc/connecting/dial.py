@@ -181,6 +181,15 @@ class Attempt:
         if isinstance(self.announcement, Announcement):
             self.announcement.close()
 
+    def withdraw_later(self, flush_later: Callable[[Callable[[], None]], None]) -> None:
+        """Withdraw after what the application sends first, because the handshake is over.
+
+        flush_later: see `trio_smc.rnic.pump.Pump.flush_later`.
+        """
+        if isinstance(self.announcement, Announcement):
+            flush_later(self.announcement.close)
+            self.announcement = None
+
 
 async def connect_tcp(
     stack: DialHost, host: str | bytes, port: int, delay: float, local: str | None, config: Config
@@ -406,9 +415,12 @@ def _send_syn_at_once(attempt: Attempt) -> None:
     """Switch TCP_FASTOPEN_CONNECT off: connect(2) would send the SYN with the first data only, and
     over SMC-R no data follows."""
     if attempt.plain is None:  # otherwise the socket is new
-        with contextlib.suppress(OSError):
-            if attempt.sock.getsockopt(stdlib_socket.IPPROTO_TCP, _FASTOPEN_CONNECT):
-                attempt.sock.setsockopt(stdlib_socket.IPPROTO_TCP, _FASTOPEN_CONNECT, 0)
+        sock = attempt.bare or attempt.sock
+        try:
+            if sock.getsockopt(stdlib_socket.IPPROTO_TCP, _FASTOPEN_CONNECT):
+                sock.setsockopt(stdlib_socket.IPPROTO_TCP, _FASTOPEN_CONNECT, 0)
+        except OSError:
+            pass  # a system without the option
 
 
 async def _connect_announced(
@@ -421,7 +433,7 @@ async def _connect_announced(
     False: not connected, because no listener is announced to, or because all ports are taken.
     """
     attempt.here = plain_address(source)
-    sock = attempt.plain or attempt.sock
+    sock = attempt.bare or attempt.sock
     wanted = _option(sock) if attempt.plain is None else _default_option(sock)
     if wanted is None:
         return await _connect_bound(stack, attempt, address, source, config)
@@ -451,9 +463,11 @@ async def _connect_announced(
         return False
     finally:
         # The option has no effect after connect(2), but the caller may read it from its own socket.
-        if sock.fileno() >= 0 and not (opened and attempt.plain is not None):
-            with contextlib.suppress(OSError):
+        if attempt.plain is None or not opened:
+            try:  # noqa: SIM105 - each connection comes here, and this takes half the time
                 _set_option(sock, wanted)
+            except OSError:
+                pass  # the socket is closed
 
 
 def _withdraw_if_elsewhere(attempt: Attempt, port: int | None = None) -> None:
@@ -463,7 +477,7 @@ def _withdraw_if_elsewhere(attempt: Attempt, port: int | None = None) -> None:
     (SO_BINDTODEVICE, SO_MARK, IP_UNICAST_IF) lead to another route.
     """
     if isinstance(attempt.announcement, Announcement):
-        name = attempt.sock.getsockname()
+        name = (attempt.bare or attempt.sock).getsockname()
         if plain_address(name[0]) != attempt.here or port not in (None, name[1]):
             attempt.refrain()
 
@@ -542,7 +556,7 @@ async def _announce(
         source = name[0], name[1]
     attempt.here = plain_address(source[0])
     discovery = stack.discovery
-    sock = attempt.plain or attempt.sock
+    sock = attempt.bare or attempt.sock
     for waited in (False, True):
         attempt.announcement = discovery.announce(
             source,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trio_smc._base.reasons import FallbackReason
 from trio_smc.datapath.connection import Connection
@@ -46,7 +46,7 @@ def established_stream(
     config: Config,
     peer: Peer | None,
     options: Inherited | None,
-    accepted: tuple[str, int] | None = None,
+    peer_name: Any,
 ) -> RdmaStream:
     """Make the stream of a connection whose rendezvous is complete.
 
@@ -57,14 +57,14 @@ def established_stream(
       sock: the TCP connection.
       peer: for `ShortConnections`; None if the peer accepts only SMC-R, so nothing is learned.
       options: the socket options that ``sock`` had before; None if the stack made the socket.
-      accepted: the client's address as ``accept`` returned it, if this side is the server.
+      peer_name: the peer's address; see `trio_smc.streams.stream.SmcSocket`.
 
     Raises:
       OSError: the connection was reset meanwhile.
     """
     endpoint = stack.groups.endpoint_of(outcome.connection)
     if endpoint is None:
-        return _ended_stream(stack, outcome, sock, config, accepted)
+        return _ended_stream(stack, outcome, sock, config, peer_name)
     if endpoint.reset:
         # The peer's first CDC message was invalid (4.8.2). The abort needs no stream.
         endpoint.closed_by_user = True
@@ -76,7 +76,7 @@ def established_stream(
     )
     endpoint.adopt(sock)
     view = LinkGroupView(endpoint.group, stack.check_not_forked)
-    stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
+    stream = RdmaStream(stack, endpoint, view, sock, config, peer_name)
     if options is not None:
         stream.inherit(options)
     stack.groups.count_smc(stream, outcome.group)
@@ -90,7 +90,7 @@ def _ended_stream(
     outcome: Established,
     sock: trio.socket.SocketType,
     config: Config,
-    accepted: tuple[str, int] | None,
+    peer_name: Any,
 ) -> RdmaStream:
     """Make the stream of a connection that is already CLOSED."""
     connection = outcome.connection
@@ -98,7 +98,7 @@ def _ended_stream(
         raise ConnectionResetError(errno.ECONNRESET, "the new connection was reset")
     endpoint = stack.groups.ended_endpoint(connection, outcome.group)
     view = LinkGroupView(outcome.group, stack.check_not_forked)
-    stream = RdmaStream(stack, endpoint, view, sock, config, accepted)
+    stream = RdmaStream(stack, endpoint, view, sock, config, peer_name)
     endpoint.announce_tcp_end()
     if connection.resets_tcp:
         close_with_reset(sock)

@@ -99,11 +99,12 @@ class Host(Protocol):
     def close_tcp(self, connection: Connection) -> None:
         """End the TCP connection by FIN."""
 
-    def has_tcp_bytes(self, connection: Connection) -> bool:
-        """True if the peer has sent bytes on the TCP connection."""
+    def show_end(self, connection: Connection) -> bool:
+        """The peer sends no more: its D or C has arrived, or its process has ended.
 
-    def show_end(self, connection: Connection) -> None:
-        """The peer sends no more: its D or C has arrived, and no bytes on the TCP connection."""
+        Returns:
+          False if the peer has sent bytes on the TCP connection, which is a violation.
+        """
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection."""
@@ -481,10 +482,9 @@ class Connection:
             return
         if self._host.tcp_end(self) != "fin":
             return
-        if self._host.has_tcp_bytes(self):
+        if not self._host.show_end(self):
             self.sent_past_smc()
             return
-        self._host.show_end(self)
         try:
             self.receiver.progress_untrusted(self._rmbe.written)
         except ProtocolError as exc:
@@ -893,11 +893,9 @@ class Connection:
         if endings & ABNORMAL_CLOSE:
             self._process("peer_abort")
             return
-        if not self._aborting:
-            if self._host.has_tcp_bytes(self):
-                self.sent_past_smc()
-                return
-            self._host.show_end(self)
+        if not self._aborting and not self._host.show_end(self):
+            self.sent_past_smc()
+            return
         if all_arrived:
             self.receiver.peer_done = True
         self._process("peer_closed" if endings & CONNECTION_CLOSED else "peer_done")

@@ -1367,7 +1367,7 @@ class Closed(Side):
     """
 
     def __init__(self, before: OverSmc) -> None:
-        super().__init__(_make_closed(before.plain.family))
+        super().__init__(_make_closed(_family_of(_raw_socket(before.plain))))
         self.stream: RdmaStream = before.stream
 
     @property
@@ -1384,11 +1384,11 @@ class Closed(Side):
 
 def _accepted(stream: SmcStream, find_stack: FindStack) -> tuple[DropInSocket, Any]:
     sock: Any = stream.socket
-    if isinstance(stream, TcpStream):
-        name = stream.accepted  # `getpeername` fails if the peer has reset the connection
-    else:
-        name, sock = sock.getpeername(), sock._sock
-    return DropInSocket(sock, find_stack, stream), name
+    # Not `getpeername`, which fails if the peer has reset the connection.
+    if isinstance(stream, RdmaStream):
+        return DropInSocket(sock._sock, find_stack, stream), sock._peer
+    assert isinstance(stream, TcpStream)
+    return DropInSocket(sock, find_stack, stream), stream.accepted
 
 
 def _raw_socket(plain: Any) -> stdlib_socket.socket:
@@ -1415,13 +1415,19 @@ def _is_listening(plain: trio.socket.SocketType) -> bool:
     return bool(plain.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_ACCEPTCONN))
 
 
+# The number: the enumeration takes longer than the rest of `Closed`.
+_family_of: Final[Callable[[stdlib_socket.socket], int]] = stdlib_socket.SocketType.family.__get__
+
 # Trio's function, looked up before `enable` replaces it.
 _make_plain: Final = trio.socket.from_stdlib_socket
 
 
 @lru_cache
 def _make_closed(family: int) -> trio.socket.SocketType:
-    """A socket of Trio that is closed: all its calls raise the right error."""
+    """A socket of Trio that is closed: all its calls raise the right error.
+
+    ``family``: a plain integer, because the cache counts an enumeration as another key.
+    """
     plain = _make_plain(stdlib_socket.socket(family, stdlib_socket.SOCK_STREAM))
     plain.close()
     return plain
@@ -1436,12 +1442,12 @@ def _make_closed_in_advance() -> None:
     """
     for family in (stdlib_socket.AF_INET, stdlib_socket.AF_INET6):
         with suppress(OSError):  # a system without IPv6 has no sockets of this family
-            _make_closed(family)
+            _make_closed(int(family))
 
 
 def _closed_socket(family: int = stdlib_socket.AF_INET) -> stdlib_socket.socket:
     """A closed socket, whose methods only check their arguments."""
-    return _raw_socket(_make_closed(family))
+    return _raw_socket(_make_closed(int(family)))
 
 
 async def _checked_call(call: Callable[[], _Result]) -> _Result | None:

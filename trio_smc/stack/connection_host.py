@@ -81,14 +81,13 @@ class Endpoint:
     def adopt(self, sock: trio.socket.SocketType) -> None:
         """Own the TCP connection from now on, because the rendezvous is complete."""
         self.sock = sock
-        with contextlib.suppress(OSError):  # the program has closed the descriptor
+        try:  # noqa: SIM105 - each connection comes here, and this takes a third of the time
             self._identity = SocketIdentity(sock)
+        except OSError:
+            pass  # the program has closed the descriptor
         self._stack.tcp_watch.add(sock, self)
-        if self.connection.receiver.peer_done:
-            if self.has_tcp_bytes(self.connection):
-                self.tcp_data()
-            else:
-                self.show_end(self.connection)
+        if self.connection.receiver.peer_done and not self.show_end(self.connection):
+            self.tcp_data()
 
     def announce_tcp_end(self) -> None:
         """Call `on_tcp_end`, because the caller closes the TCP connection now."""
@@ -192,20 +191,24 @@ class Endpoint:
         else:
             close_past_program(sock, reset=reset)
 
-    def has_tcp_bytes(self, connection: Connection) -> bool:
-        """True if bytes are unread on the TCP connection: the peer's program may have written a
-        part of the stream to its descriptor."""
-        if self.sock is not None and self.owns_number:
-            with contextlib.suppress(OSError):
-                return self._stack.tcp_watch.has_bytes(self.sock)
-        return False
-
-    def show_end(self, connection: Connection) -> None:
+    def show_end(self, connection: Connection) -> bool:
         """Let the descriptor of the TCP socket show the end of the stream to a program that polls
-        it.  Sends nothing."""
-        if self.sock is not None and self.owns_number:
-            with contextlib.suppress(OSError):  # the peer has reset TCP
-                self.sock.shutdown(socket.SHUT_RD)
+        it.  Sends nothing.
+
+        Returns:
+          False if bytes are unread on the TCP connection: the peer's program may have written a
+          part of the stream to its descriptor.
+        """
+        sock = self.sock
+        if sock is None or not self.owns_number:
+            return True
+        try:
+            if self._stack.tcp_watch.has_bytes(sock):
+                return False
+            sock.shutdown(socket.SHUT_RD)
+        except OSError:
+            pass  # the peer has reset TCP
+        return True
 
     def tcp_end(self, connection: Connection) -> Literal["none", "fin", "reset"]:
         """How the peer has ended the TCP connection; unknown, "none", before it is adopted."""

@@ -89,9 +89,10 @@ class TcpWatch:
     def remove(self, sock: trio.socket.SocketType) -> None:
         """Stop watching; to be called before ``sock`` is closed. Idempotent."""
         number = sock.fileno()
+        entry = self._watched.get(number)
         if number < 0:
             self._remove_closed(sock)
-        elif self._entry(number) is not None:
+        elif entry is not None and entry[0] is sock:
             del self._watched[number]
             if number in self._new:
                 self._new.remove(number)

@@ -154,10 +154,10 @@ class RdmaStream(SmcStream):
         link_group: LinkGroupView,
         sock: trio.socket.SocketType,
         config: Config,
-        accepted: Any = None,
+        peer_name: Any = None,
     ) -> None:
-        """``accepted``: on a server, the peer's address as ``accept`` returned it."""
-        self.socket = SmcSocket(sock, accepted)
+        """``peer_name``: the peer's address; see `SmcSocket`."""
+        self.socket = SmcSocket(sock, peer_name)
         self.link_group: LinkGroupView | None = link_group
         self._endpoint = endpoint
         self._core = core = endpoint.connection

@@ -87,15 +87,14 @@ class SmcSocket:
 
     __slots__ = ("_in_use", "_names", "_peer", "_sock", "ended")
 
-    def __init__(self, sock: trio.socket.SocketType, accepted: Any = None) -> None:
-        """``accepted``: the peer's address from ``accept``."""
+    def __init__(self, sock: trio.socket.SocketType, peer: Any = None) -> None:
+        """``peer``: the peer's address, from ``accept`` or for ``connect``; None: unknown."""
         self._sock = sock
-        if accepted is None:
-            # A client asks the kernel at once: the kernel forgets the address of a peer that
-            # resets TCP.
+        if peer is None:
+            # Asked at once: the kernel forgets the address of a peer that resets TCP.
             with contextlib.suppress(OSError):
-                accepted = sock.getpeername()
-        self._peer = accepted
+                peer = sock.getpeername()
+        self._peer = peer
         self._names: tuple[Any, Any] | None = None
         self._in_use = True  # by the program
         self.ended: socket.socket | None = None

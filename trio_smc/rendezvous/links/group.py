@@ -160,6 +160,7 @@ class LinkGroup:
         self._all_received = False  # the peer's process has ended, and nothing was lost
         self._end_reason: int = llc.DeleteLinkReason.PROGRAM
         self._timer: Timer | None = None
+        self._idle_since = 0.0  # while there are no connections
         self._ending: Timer | None = None
         self._termination_link: Link | None = None
         self._when_settled: list[Callable[[], None]] = []
@@ -356,7 +357,6 @@ class LinkGroup:
     def add_connection(self, token: int, connection: GroupConnection) -> None:
         """Route CDC messages with ``token`` to ``connection``."""
         self.connections[token] = connection
-        self.stop_timer()
 
     def remove_connection(self, token: int, user: ElementUser) -> None:
         """Remove a closed connection; late messages for it are dropped and counted."""
@@ -472,14 +472,27 @@ class LinkGroup:
     # --- actions: idle groups ------------------------------------------------------------------
 
     def start_idle_timer(self) -> None:
-        """Start the timer that ends a group without connections (3.5.4)."""
-        self.stop_timer()
-        if not self.connections:
-            extra = _CLIENT_IDLE_EXTRA if self.client else 0.0
-            self._call_later(self.config.link_group_idle + extra, self._idle_too_long)
+        """Start the timer that ends a group without connections (3.5.4).
+
+        A timer that runs since an earlier call stays, because mostly a connection comes before it
+        fires.
+        """
+        self._idle_since = self.timers.now()
+        if self._timer is None:
+            self._call_later(self._idle_patience, self._idle_too_long)
+
+    @property
+    def _idle_patience(self) -> float:
+        return self.config.link_group_idle + (_CLIENT_IDLE_EXTRA if self.client else 0.0)
 
     def _idle_too_long(self) -> None:
-        if self.own_rmbs.busy:
+        self._timer = None
+        rest = self._idle_since + self._idle_patience - self.timers.now()
+        if self.connections:
+            return  # the end of the last one starts the timer again
+        if rest > 0.0:
+            self._call_later(rest, self._idle_too_long)
+        elif self.own_rmbs.busy:
             # The reply to a CONFIRM RKEY, or its time-out, decides whether a connection comes.
             self._call_later(self.config.llc_timeout, self._idle_too_long)
         else:
