@@ -31,6 +31,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 
 from trio_smc._base.resources import is_lack
@@ -65,6 +66,9 @@ _MOST_CLEANED = 4
 """Listeners at which a new one looks whether their processes have ended.  Chosen: more than one, so
 that the names of ended ones become fewer; each look takes about 0.1 ms."""
 _MOST_NAMESPACES = 64  # network namespaces that share a directory
+_MOST_NAMESPACE_NAMES = 256
+"""Names read from the top directory of another member.  Chosen: four times `_MOST_NAMESPACES`,
+because some names may be of namespaces that have ended."""
 
 
 def listener_name(address: str, port: int, *, dual_stack: bool) -> str:
@@ -269,12 +273,13 @@ def namespace_paths(root: PrivateDirectory, namespace: str) -> list[str]:
 
 
 def other_namespaces(root: PrivateDirectory, but: str) -> list[str]:
-    """Where addresses of other network namespaces are, below the private directory.
+    """Where addresses of other network namespaces are, below the private directory: of each user in
+    turn, this user first.
 
     root: the open private directory.
     but: what `namespace_name` returned.
     """
-    found: list[str] = []
+    found: dict[int | None, list[str]] = {}
     for name in root.member_directories(TOP):
         try:
             top = root.below(name)
@@ -282,9 +287,13 @@ def other_namespaces(root: PrivateDirectory, but: str) -> list[str]:
             if is_lack(error) or (root.group is None and not isinstance(error, FileNotFoundError)):
                 raise
             continue
+        is_own = top.owner == os.geteuid()
         try:
-            names = sorted(each.name for each in top.entries() if each.name.isdecimal())
+            entries = top.entries() if is_own else top.entries(most=_MOST_NAMESPACE_NAMES)
         finally:
             top.close()
-        found += [f"{name}/{each}" for each in names if each != but][:_MOST_NAMESPACES]
-    return found[:_MOST_NAMESPACES]
+        names = sorted(each.name for each in entries if each.name.isdecimal())
+        found.setdefault(top.owner, []).extend(f"{name}/{each}" for each in names if each != but)
+    # The first paths of each user, then the next ones: no user hides the paths of the others.
+    turns = zip_longest(*found.values())
+    return [path for turn in turns for path in turn if path is not None][:_MOST_NAMESPACES]

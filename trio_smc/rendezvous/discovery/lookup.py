@@ -25,7 +25,8 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator
-from itertools import islice, product
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +40,12 @@ from trio_smc.host.descriptors import Closer
 from trio_smc.host.private_directory import PrivateDirectory, admits_user
 from trio_smc.host.real_time import now
 from trio_smc.rendezvous.discovery import directory
+from trio_smc.rendezvous.discovery.allowance import (
+    DIRECTORY_COSTS,
+    NAMESPACE_COSTS,
+    Allowance,
+    Allowances,
+)
 from trio_smc.rendezvous.discovery.names import DATAGRAM, Names, send_to
 from trio_smc.rendezvous.discovery.older_releases import (
     connects,
@@ -52,6 +59,9 @@ __all__ = ["EMPTY_HOLDS", "MOST_SILENCES", "SILENCE_HOLDS", "AnySocket", "Found"
 _SO_NETNS_COOKIE: Final = 71  # linux/include/uapi/asm-generic/socket.h; 8 bytes
 _MOST_LISTENERS: Final = 64
 """Listeners of one address that a search reads.  Chosen."""
+_MOST_REQUESTS: Final = 16
+"""Listeners of each other member from which a client requests a proof.  Chosen: a quarter of
+`_MOST_LISTENERS`, so that one member leaves requests for the others."""
 _MOST_LOOKUPS: Final = 1024
 """TCP addresses whose listeners are cached.  Chosen."""
 _SEARCH_INTERVAL: Final = 1.0
@@ -175,6 +185,7 @@ class Lookups:
         self._names = names
         self._ended = ended
         self._timers = timers
+        self._allowances = Allowances(timers)
         self._namespaces: dict[bytes, str] = {}
         self.known: dict[tuple[str, str, int], Found] = {}
         self.elsewhere: dict[tuple[str, str, str, int], Found] = {}
@@ -239,7 +250,8 @@ class Lookups:
         is_here = is_same_host(source, destination[0])
         paths = directory.namespace_paths(root, found.namespace)
         older: list[Listener] = []
-        for each, _ in _listeners(root, paths, destination, older):
+        allowance = self._allowances.grant(found.searched)
+        for each, _ in _listeners(root, paths, destination, allowance, older):
             # A wildcard listener of this host does not serve the same port of another host.
             if each.is_wildcard and not is_here:
                 found.is_general = False
@@ -247,6 +259,7 @@ class Lookups:
                 found.reason = FallbackReason.OTHER_USER
             else:
                 found.add(each)
+        self._allowances.settle(allowance, found.searched)
         if any(is_here or not each.is_wildcard for each in older):
             found.reason = FallbackReason.LOCAL_VERSION_MISMATCH
         elif older:
@@ -267,7 +280,7 @@ class Lookups:
                     contextlib.suppress(FileNotFoundError),
                     contextlib.closing(root.below(path)) as below,
                 ):
-                    if below.entries():
+                    if below.entries(most=1):
                         return True
         return False
 
@@ -320,9 +333,11 @@ class Lookups:
         alive = Found(found.namespace, found.stamps, now(self._timers))
         with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
             paths = directory.namespace_paths(root, found.namespace)
-            for each, _ in _listeners(root, paths, destination):
+            allowance = self._allowances.grant(alive.searched)
+            for each, _ in _listeners(root, paths, destination, allowance):
                 if each.name in found.names:
                     alive.add(each)
+            self._allowances.settle(allowance, alive.searched)
         return alive
 
     def send_to_all(self, found: Found, destination: tuple[str, int], message: bytes) -> None:
@@ -330,10 +345,13 @@ class Lookups:
 
         Only the listeners in the namespace of ``found``.  Raises DirectoryUnusable, OSError.
         """
+        began = now(self._timers)
         with contextlib.closing(PrivateDirectory.open(self._private, create=False)) as root:
             paths = directory.namespace_paths(root, found.namespace)
-            for _, connected in _listeners(root, paths, destination):
+            allowance = self._allowances.grant(began)
+            for _, connected in _listeners(root, paths, destination, allowance):
                 send_to(connected, message)
+            self._allowances.settle(allowance, began)
 
     def has_ended(self, namespace: str, source: str, destination: tuple[str, int]) -> bool:
         """True if all known listeners of an address have ended.
@@ -384,9 +402,12 @@ class Lookups:
         ):
             found = Found(namespace, directory.Stamps(self._private, root), now(self._timers))
             paths = directory.other_namespaces(root, namespace)
-            listeners = _listeners(root, paths, destination)
+            # Each request makes a name, and waits for an answer.
+            allowance = self._allowances.grant(found.searched, listeners=_MOST_REQUESTS)
+            listeners = _listeners(root, paths, destination, allowance)
             for each, connected in islice(listeners, _MOST_LISTENERS):
                 proofs.request(each, connected)
+            self._allowances.settle(allowance, found.searched)
             for each in await proofs.collect():
                 there = each.name.split("/")[1]
                 # An announcement has one name, which contains one namespace.
@@ -406,6 +427,7 @@ def _listeners(
     root: PrivateDirectory,
     paths: list[str],
     destination: tuple[str, int],
+    allowance: Allowance,
     older: list[Listener] | None = None,
 ) -> Iterator[tuple[Listener, socket.socket]]:
     """Search network namespaces for living listeners of one address.
@@ -413,6 +435,7 @@ def _listeners(
     Yields each listener with a datagram socket that is connected to it until the next step.
     Removes the names of dead sockets.
 
+    allowance: for the directories of other members of a group.
     older: gets the listeners of older releases.
 
     Raises OSError: this process lacks descriptors, or cannot use its own directory.
@@ -420,29 +443,61 @@ def _listeners(
     exact = directory.listener_name(*destination, dual_stack=False)
     places = exact, *directory.wildcard_names(*destination)
     with socket.socket(socket.AF_UNIX, DATAGRAM) as probe:
-        for namespace, place in product(paths, places):
-            path = f"{namespace}/{place}"
-            try:
-                below = root.below(path)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                # The directory of another member: only the listeners of that member are skipped.
-                if root.group is None or is_lack(error):
-                    raise
-                continue
-            with contextlib.closing(below):
-                names = [name for name in below.sockets() if not is_signpost(name)]
+        for namespace in paths:
+            for place, below in _opened(root, namespace, places, allowance):
+                may_take = partial(allowance.take, below.owner)
+                names = [name for name in below.sockets(may_take) if not is_signpost(name)]
                 for name in names[:_MOST_LISTENERS]:
+                    if not allowance.take_listener(below.owner):
+                        break
                     user, is_older = _connect(probe, below, name)
                     if user is None:
                         continue
-                    found = Listener(user, f"{path}/{name}", place != exact)
+                    found = Listener(user, f"{namespace}/{place}/{name}", place != exact)
                     if not is_older:
                         yield found, probe
                     # No older release uses a directory that a group shares.
                     elif older is not None and root.group is None:
                         older.append(found)
+
+
+def _opened(
+    root: PrivateDirectory, namespace: str, places: tuple[str, ...], allowance: Allowance
+) -> Iterator[tuple[str, PrivateDirectory]]:
+    """The directories of a network namespace that exist, each open until the next step.
+
+    places: their names.
+
+    Raises OSError: this process lacks descriptors, or cannot use its own directory.
+    """
+    above = _below(root, namespace, root.group)
+    if above is None:
+        return
+    with contextlib.closing(above):
+        allowance.take(above.owner, NAMESPACE_COSTS)
+        for place in places:
+            if not allowance.take(above.owner, DIRECTORY_COSTS):
+                return
+            below = _below(above, place, root.group)
+            if below is not None:
+                with contextlib.closing(below):
+                    yield place, below
+
+
+def _below(above: PrivateDirectory, path: str, group: int | None) -> PrivateDirectory | None:
+    """A directory below another one.  None: it is missing, or another member's and not usable.
+
+    Raises OSError: this process lacks descriptors, or cannot use its own directory.
+    """
+    try:
+        return above.below(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        # The directory of another member: only the listeners of that member are skipped.
+        if group is None or is_lack(error):
+            raise
+        return None
 
 
 def _connect(probe: socket.socket, below: PrivateDirectory, name: str) -> tuple[int | None, bool]:
