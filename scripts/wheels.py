@@ -2,7 +2,7 @@
 
     python3 -m scripts.wheels             for every supported Python of this machine
     python3 -m scripts.wheels --no-compiled  makes no compiled wheels, which takes a minute
-    python3 -m scripts.wheels --arch arm64  adds the native wheel for an emulated processor
+    python3 -m scripts.wheels --arch arm64  adds wheels for an emulated processor
     python3 -m scripts.wheels --version   prints the version and makes nothing
     python3 -m scripts.wheels --address   prints the repository's address; fails for a placeholder
     python3 -m scripts.wheels --test ...  runs the tests on a compiled build; ... goes to pytest
@@ -12,8 +12,8 @@ Python with a GIL, has the module of shared words; a compiled one, for one versi
 has the compiled hot modules as well. auditwheel gives both their manylinux tag, of the machine that
 builds them. Free-threaded builds and other machines use the pure wheel. Each is installed into an
 environment of its own, without extras, and must print its version and kind. With --arch the same
-happens in the root directory of `scripts.pythons --arch`, but compiled wheels are not made there,
-because mypyc takes too long in emulation; on a machine with that processor this command makes all.
+happens in the root directory of `scripts.pythons --arch`, for its Python. There a compiled wheel
+takes seven minutes of processor time (AMD EPYC). A machine with that processor makes all.
 Standard library only; pip brings the rest into build/wheels.
 """
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 if everything was made and tried."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--no-compiled", action="store_true", help="make no compiled wheels")
-    parser.add_argument("--arch", metavar="ARCH", help="also make a native wheel, in emulation")
+    parser.add_argument("--arch", metavar="ARCH", help="also make wheels in emulation")
     parser.add_argument(
         "--share",
         metavar="PATH",
@@ -92,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return tested(options.test)
         made = wheels(with_compiled=not options.no_compiled)
         if options.arch:
-            made.append(emulated_wheel(options.arch, options.share))
+            made += emulated_wheels(
+                options.arch, options.share, with_compiled=not options.no_compiled
+            )
     except Failed as failed:
         print(failed, file=sys.stderr)
         return 1
@@ -163,15 +165,17 @@ def wheels(*, with_compiled: bool = True) -> list[Path]:
     return made
 
 
-def emulated_wheel(arch: str, shared: Sequence[Path]) -> Path:
-    """Make and try the wheels for an emulated processor; return the native one, now in dist."""
+def emulated_wheels(arch: str, shared: Sequence[Path], *, with_compiled: bool = True) -> list[Path]:
+    """Make and try the wheels for an emulated processor; return those of that processor only, which
+    are in dist then."""
     root = debian_root(DEBIAN_13, arch)
     if root is None:
         raise Failed(f"no root directory for {arch}")
-    if not made_in(root, [*SHARED, *shared], ["make wheels ARGS=--no-compiled"]):
+    command = "make wheels" if with_compiled else "make wheels ARGS=--no-compiled"
+    if not made_in(root, [*SHARED, *shared], [command]):
         raise Failed(f"no wheels for {arch}")
-    [native] = (root / "work" / "dist").glob("*-abi3-manylinux*.whl")
-    return Path(shutil.copy2(native, DIST))
+    made = sorted((root / "work" / "dist").glob("*-manylinux*.whl"))
+    return [Path(shutil.copy2(each, DIST)) for each in made]
 
 
 def contents(made: Path) -> list[str]:
