@@ -260,7 +260,7 @@ async def _run(
         if options.role is Role.CLIENT:
             print(f"waiting for a client on port {session.port}", flush=True)
             if session.discard:
-                print(f"and for one that only reads, on port {session.discard}", flush=True)
+                print(f"waiting for a client that only reads on port {session.discard}", flush=True)
         await _check_target(session)
         if contact:
             await first_contact(session)

@@ -4,9 +4,9 @@ Without SMC-R at the other end, each check would wait for its patience and find 
 first contact ends the run only if no judgement is possible: there is no CLC message, or no message
 over the link.  Everything else is for the checks.
 
-Then follows a contact with each further service that the options name.  A service of another kind
-would get the implementation the blame: an echo service, for example, breaks each rule for a side
-that only reads.
+Then follows a contact with each further service that the options name.  The checks would blame the
+implementation for a service of another kind: an echo service, for example, breaks each rule for a
+side that only reads.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ async def _daytime(peer: Peer, handshake: Handshake) -> str:
         await connection.expect_flag("closed")
     except (Failed, Silence):
         done = "does not end the connection" if connection.peer_produced else "sends nothing"
-        return f"the service {done}; a daytime service (RFC 867) sends a line, and ends it."
+        return f"the service {done}; a daytime service (RFC 867) sends a line and closes."
     return ""
 
 

@@ -205,6 +205,8 @@ class Session:
                     stream = await self._next_arrival(self._arrivals[port or self.port])
         except trio.TooSlowError:
             text = "no TCP connection with the implementation in time"
+            if self.role is Role.CLIENT:
+                text = f"no client has connected to port {port or self.port} in time"
             if not port:
                 self.unreached, self.refused = text, False
             raise Inconclusive(text) from None

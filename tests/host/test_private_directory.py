@@ -397,7 +397,7 @@ def test_a_place_for_all_users(tmp_path: Path, mode: int | None, expected: bool)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the user of the directory must not be root")
 @pytest.mark.parametrize("mask", [0o022, 0o177, 0o277, 0o777])
-def test_a_umask_takes_the_directory_from_no_other_process(mask: int) -> None:
+def test_a_umask_takes_nothing_from_other_processes(mask: int) -> None:
     """Root would get in whatever the mode is, so another user makes and uses the directories."""
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
@@ -410,9 +410,29 @@ def test_a_umask_takes_the_directory_from_no_other_process(mask: int) -> None:
                 os.setresuid(65534, 65534, 65534)
                 os.umask(mask)
                 made = PrivateDirectory.open(path, create=True).below("tcp/1", create=True)
-                os.umask(0o022)
-                PrivateDirectory.open(path, create=False).below("tcp/1").listen("name", 1)
-                os._exit(stat.S_IMODE(os.fstat(made.descriptor).st_mode) != 0o700)
+                with made.listen("name", 1), socket.socket(socket.AF_UNIX) as other:
+                    made.bind(other, "other")
+                    os.umask(0o022)
+                    below = PrivateDirectory.open(path, create=False).below("tcp/1")
+                    below.connect("name").close()
+                    modes = [os.stat(each, dir_fd=made.descriptor) for each in ("name", "other")]
+                    os._exit(any(each.st_mode & 0o600 != 0o600 for each in modes))
             os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_a_directory_that_cannot_be_opened_leaves_no_name(
+    opened: PrivateDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example the process has no free descriptor."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        for path in (tmp_path / "another", tmp_path / "third"):
+            with pytest.raises(DirectoryUnusable):
+                PrivateDirectory.open(path, create=True)
+            assert not path.exists()

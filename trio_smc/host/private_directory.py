@@ -567,8 +567,7 @@ class PrivateDirectory:
             os.fchmod(listener.fileno(), 0o600)  # becomes the mode of the name
             listener.bind(self._bind_path(hidden))
             try:
-                if self.group is not None:
-                    self._share(hidden)
+                self._give_mode(hidden)
                 if kind != socket.SOCK_DGRAM:
                     listener.listen(backlog)
                 os.rename(hidden, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
@@ -579,6 +578,16 @@ class PrivateDirectory:
             listener.close()
             raise
         return listener
+
+    def _give_mode(self, name: str) -> None:
+        """Give a new socket the bits of its mode that a umask may have taken away."""
+        if self.group is not None:
+            self._share(name)
+            return
+        mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
+        if mode & 0o600 != 0o600:
+            with self.socket_at(name) as path:
+                os.chmod(path, stat.S_IMODE(mode) | 0o600)
 
     def _share(self, name: str) -> None:
         """Let the group connect to a socket of this user.  The umask has no effect."""
@@ -610,8 +619,7 @@ class PrivateDirectory:
         Raises OSError: EADDRINUSE if the name exists.
         """
         sock.bind(self._bind_path(name))
-        if self.group is not None:
-            self._share(name)
+        self._give_mode(name)
 
     def remove_dead(self, name: str, *, young: bool = False) -> bool:
         """Remove the socket ``name`` if its process has ended; True if it was removed.
@@ -750,7 +758,11 @@ def _make_private(path: str | Path, directory: int | None = None) -> None:
     directory: the descriptor to which ``path`` is relative.
     """
     os.mkdir(path, mode=0o700, dir_fd=directory)
-    descriptor = os.open(path, PATH_FLAGS | os.O_DIRECTORY, dir_fd=directory)
+    try:
+        descriptor = os.open(path, PATH_FLAGS | os.O_DIRECTORY, dir_fd=directory)
+    except OSError:
+        os.rmdir(path, dir_fd=directory)
+        raise
     try:
         found = os.fstat(descriptor)
         if found.st_uid == os.geteuid() and found.st_mode & 0o700 != 0o700:

@@ -129,7 +129,7 @@ def map_descriptor(fd: int, size: int) -> mmap.mmap:
             _munlock(address, first)
             mapping.resize(size)
         for advice in (mmap.MADV_DONTDUMP, mmap.MADV_NOHUGEPAGE):
-            with contextlib.suppress(OSError):  # a system that does not know it
+            with contextlib.suppress(OSError):  # the system does not know this advice
                 mapping.madvise(advice)
     except BaseException:
         mapping.close()

@@ -113,7 +113,8 @@ _SHUTDOWNS: Final = frozenset(
 _LARGE: Final = 1 << 30
 """Bytes: the standard library may lack the memory for as many."""
 _NO_FLAGS: Final = 0
-"""Compared by identity, which is one step: `None` and `0.0` are wrong flags."""
+"""Flags are compared with it by identity, which is one step, because `None` and `0.0` are wrong
+flags, and must reach the check of arguments."""
 _LAST_PORT: Final = 0xFFFF
 _Result = TypeVar("_Result")
 _Value = TypeVar("_Value")
@@ -251,9 +252,13 @@ class DropInSocket(trio.socket.SocketType):
         if optname == _NO_PORT_AT_BIND and level == _IP:
             # Only stored, not set: a client announces its port to processes of this host before it
             # connects, so it must get the port at bind.
-            if type(value) is not int or optlen is not None:
-                _check_option(level, optname, value, optlen)
-            self._no_port_at_bind = int(bool(integer(value)))
+            _check_option(level, optname, value, optlen)
+            with suppress(TypeError):
+                value = index(value)  # type: ignore[arg-type]
+            if isinstance(value, int) or value is None:
+                self._no_port_at_bind = int(bool(integer(value)))
+            else:  # the kernel takes as few bytes as there are, for this option
+                self._no_port_at_bind = int(any(memoryview(value).cast("B")[:4]))
         else:
             self._side.setsockopt(level, optname, value, optlen)
 
@@ -748,7 +753,7 @@ class Unconnected(Side):
 
     async def sendmsg(self, buffers: Any, ancdata: Any, flags: int, address: Any) -> int:
         # Without an address, and with the sign, which is MSG_CMSG_COMPAT, the kernel raises EINVAL.
-        if address is not None and self._would_connect(flags) and flags >= 0:
+        if address is not None and self._would_connect(flags) and index(flags) >= 0:
             unsupported()
         return await super().sendmsg(buffers, ancdata, flags, address)
 

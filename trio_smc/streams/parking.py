@@ -83,7 +83,7 @@ class Busy:
       gets the same error.
 
     Args:
-      message: of the error.
+      message: the text of the error.
 
     Attributes:
       taken: a task is in such a call.

@@ -406,6 +406,8 @@ class RdmaStream(SmcStream):
             raise trio.ClosedResourceError(SENT_EOF)
         if not self._sending.by_socket or memoryview(data).nbytes:
             raise self._sending.error()
+        if self._closed:
+            raise trio.ClosedResourceError(_CLOSED_WITHOUT_DATA)
         await trio.lowlevel.checkpoint()
 
     def _check_open(self, *, waited: bool = False) -> None:
