@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import trio
-import trio.testing
 
 import trio_smc
 from tests.api.api_peers import plain_server
-from tests.rendezvous.discovery.world import announce, bound, deadline_after, names_below
+from tests.rendezvous.discovery.world import announce, bound, deadline_after
 from tests.timing import PATIENCE
 from trio_smc import FallbackReason
 from trio_smc.connecting import accept, listener
@@ -72,27 +71,6 @@ async def test_a_dead_name_does_not_keep_a_client_from_being_assumed(
                 nursery.start_soon(answer)
                 async with await stack.open_stream(*listener.socket.getsockname()) as stream:
                     assert stream.mode == "smc-r", stream.fallback
-
-
-async def test_a_client_removes_its_name_behind_its_first_data(runtime_directory: Path) -> None:
-    """The name stays until the handshake is over, and the removal does not delay the data."""
-    private = runtime_directory / "trio-smc"
-    with trio.fail_after(PATIENCE):
-        async with trio_smc.open_stack() as stack, trio.open_nursery() as nursery:
-            [listener] = await stack.open_listeners(0, host=HOST)
-            async with listener:
-                accepted: list[trio_smc.SmcStream] = []
-
-                async def accept() -> None:
-                    accepted.append(await listener.accept())
-
-                nursery.start_soon(accept)
-                async with await stack.open_stream(*listener.socket.getsockname()) as stream:
-                    assert stream.mode == "smc-r", stream.fallback
-                    assert len(names_below(private)) == 1
-                    await trio.testing.wait_all_tasks_blocked()
-                    assert names_below(private) == []
-                await accepted[0].aclose()
 
 
 @pytest.mark.usefixtures("runtime_directory")

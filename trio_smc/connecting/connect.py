@@ -274,9 +274,7 @@ async def _negotiate(stack: ConnectHost, attempt: Attempt, config: Config) -> Rd
             peer = None if wanted else attempt.peer
             # The kernel may complete an IPv6 address, by the scope of its interface.
             name = attempt.peer if len(attempt.address) == 2 else None
-            stream = established_stream(stack, outcome, sock, config, peer, options, name)
-            attempt.withdraw_later(stack.pump.flush_later)
-            return stream
+            return established_stream(stack, outcome, sock, config, peer, options, name)
     return outcome.fallback
 
 

@@ -181,15 +181,6 @@ class Attempt:
         if isinstance(self.announcement, Announcement):
             self.announcement.close()
 
-    def withdraw_later(self, flush_later: Callable[[Callable[[], None]], None]) -> None:
-        """Withdraw after what the application sends first, because the handshake is over.
-
-        flush_later: see `trio_smc.rnic.pump.Pump.flush_later`.
-        """
-        if isinstance(self.announcement, Announcement):
-            flush_later(self.announcement.close)
-            self.announcement = None
-
 
 async def connect_tcp(
     stack: DialHost, host: str | bytes, port: int, delay: float, local: str | None, config: Config
