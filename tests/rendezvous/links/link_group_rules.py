@@ -20,12 +20,19 @@ def kind_of(group: LinkGroup) -> str:
 
 
 def is_sound(world: GroupWorld) -> bool:
-    """True if there are groups, and all are symmetric, with working links and no exchange."""
+    """True if there are groups, and all are symmetric, with working links and no exchange.
+
+    A link on a drained RNIC will be deleted, so it does not count as one that is left.
+    """
     groups = [group for side in world.sides for group in side.groups]
     if not groups or any(kind_of(group) != "symmetric" for group in groups):
         return False
     if any(group.exchanges.state != "IDLE" or group.deletion.requests.pending for group in groups):
         return False
+    for side in world.sides:
+        drained = side.stack.rnic_set.is_drained
+        if any(drained(link.rnic) for group in side.groups for link in group.links.values()):
+            return False
     ours = {_ends(group) for group in groups if group.client}
     if ours != {_ends(group) for group in groups if not group.client}:
         return False
